@@ -146,12 +146,17 @@ def the_process_is_left_as_it_was(request: pytest.FixtureRequest, caplog: pytest
 
 
 def paired(cases: Iterable[tuple[Any, ...] | str]) -> list[tuple[Any, ...]]:
-    """Each case with one of the executors in turn, as its last value, for parameters with ``indirect=["executor"]``.
+    """Each case with one of the executors in turn, as its last value.
 
     Every schedule meets every executor in test_bits.py; a feature needs not have that again.
     """
     values = ((case,) if isinstance(case, str) else case for case in cases)
     return [(*case, executor) for case, executor in zip(values, itertools.cycle(["native", "python"]), strict=False)]
+
+
+def executors_in_turn(names: str, cases: Iterable[tuple[Any, ...] | str], **options: Any) -> pytest.MarkDecorator:
+    """Parameters of a test, and ``executor``: `paired` ones."""
+    return pytest.mark.parametrize(f"{names}, executor", paired(cases), indirect=["executor"], **options)
 
 
 BOTH = pytest.mark.parametrize("executor", ["native", "python"], indirect=True)

@@ -3,8 +3,6 @@
 Nothing here imports torch: its state is looked at once something else has imported it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -44,20 +42,17 @@ class State:
     things: dict[str, Things]
 
     @classmethod
-    def now(cls) -> State:
+    def now(cls) -> "State":
         things = _things()
         for kind, shared_ones in _shared.items():
             # what has ended is shared no more: a later descriptor may have its number, and lead to the same file
             for key in shared_ones.keys() - things[kind].keys():
                 del shared_ones[key]
         return cls(
-            dict(os.environ),
-            _settings(),
-            [(owner, vars(owner).copy()) for owner in _owners(len(sys.modules))],
-            things,
+            dict(os.environ), _settings(), [(owner, vars(owner).copy()) for owner in _owners(len(sys.modules))], things
         )
 
-    def changed(self, now: State) -> list[str]:
+    def changed(self, now: "State") -> list[str]:
         """What is not as it was in the environment, in settings and in the code of fastpipe, in words."""
         changed = [
             f"{name} in the environment was {self.environment.get(name)!r} and is {now.environment.get(name)!r}"
@@ -79,7 +74,7 @@ class State:
             if now.settings[name] != value
         ]
 
-    def left_open(self, now: State) -> list[str]:
+    def left_open(self, now: "State") -> list[str]:
         """What has been opened or started, and not ended, in words."""
         return [
             f"{kind}: {words}"

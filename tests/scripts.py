@@ -4,8 +4,6 @@ The processes are forked from a server that has done so. test_readme.py has scri
 torchrun itself.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import multiprocessing

@@ -3,8 +3,6 @@
 As a program it takes a picture of a page:  python -m tests.browser.chromium PAGE.html PICTURE.png [WIDTH HEIGHT]
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """The interactive page in a real browser: real clicks, wheel and drag, and what is then on the screen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

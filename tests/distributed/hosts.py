@@ -1,7 +1,5 @@
 """Several hosts on one machine: processes that take each other to be on another one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ attempt has ended, the first of training: train_gpt.py begins with one that it c
 "cut4:0" does not kill: it waits in a step for the test to take the link down. TIMEOUT is the default of `Pipeline`.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import runpy

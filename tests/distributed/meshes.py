@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe import Pipeline, Schedule
+from fastpipe import Pipeline, Schedule, StepResult
 from fastpipe.partition import partition
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
@@ -53,9 +53,20 @@ def batch(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
     return made[0], made[1]
 
 
+def step(pipe: Pipeline, number: int, replica: int) -> StepResult:
+    x, target = batch(number, replica)
+    return pipe.step(x, target=target)
+
+
 def mesh() -> DeviceMesh:
     """Two replicas of a pipeline of all the ranks there are."""
     return dist.init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "pp"))
+
+
+def mesh_and_replica() -> tuple[DeviceMesh, int]:
+    """`mesh`, and the number of this process's replica."""
+    over = mesh()
+    return over, over.get_local_rank("dp")
 
 
 def shard(module: nn.Module, over: DeviceMesh) -> nn.Module:
@@ -157,7 +168,7 @@ def two_steps(pipe: Pipeline, wrap: str, replica: int) -> list[list[str]]:
     for number in range(2):
         if number and wrap == "fsdp":
             reference.put_aside()
-        loss = pipe.step(batch(number, replica)[0], target=batch(number, replica)[1]).loss
+        loss = step(pipe, number, replica).loss
         assert float(loss) == reference.step(number)[replica]
         wrong.append(wrong_gradients(pipe, reference))
     return wrong

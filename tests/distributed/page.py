@@ -1,7 +1,5 @@
 """Tables of what tests saw, in docs/reliability.md."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

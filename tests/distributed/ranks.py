@@ -8,7 +8,10 @@ its threads, and all are killed.
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
+import importlib
+import inspect
 import os
 import signal
 import sys
@@ -178,6 +181,26 @@ GroupOf = Callable[[int], Ranks]
 """What the fixture ``group_of`` gives."""
 
 
+def on_ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test whose body every one of so many ranks runs; its parameters are fixtures' values that can be sent."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        def test(group_of: GroupOf, **given: Any) -> None:
+            group_of(size).run(_run_test, function.__module__, function.__name__, given)
+
+        functools.update_wrapper(test, function)
+        parameters = inspect.signature(function).parameters.values()
+        of_group = inspect.Parameter("group_of", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([of_group, *parameters])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_test(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**given)
+
+
 @contextlib.contextmanager
 def ranks(size: int, **options: Any) -> Iterator[Ranks]:
     """Ranks of a test's own, for one that kills or stops some."""
@@ -197,13 +220,7 @@ def _joined() -> None:
 
 
 def _serve(
-    rank: int,
-    size: int,
-    port: int,
-    log: str,
-    pipe: Connection,
-    environment: dict[str, str],
-    backend: str | None,
+    rank: int, size: int, port: int, log: str, pipe: Connection, environment: dict[str, str], backend: str | None
 ) -> None:
     # one that is stopped would outlive tests that end without a word
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -3,8 +3,6 @@
 python tests/distributed/resized.py FOLDER UNTIL     under torchrun, or as one; the folder is that of the checkpoints
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """`fastpipe.all_to_all`: a collective with a backward, during which the other half of a pair computes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import defaultdict
@@ -22,17 +20,18 @@ from fastpipe.runtime.common import torch_private
 from fastpipe.runtime.stage.all_to_all import num_calls
 from fastpipe.testing import reference_step
 from tests.conftest import BOTH, skip_without_native
-from tests.distributed.ranks import GroupOf, ranks
+from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.distributed.test_mesh import WIDTH, Experts, batch
 from tests.distributed.test_mesh_failure import BACKWARD, FORWARD, KILL, told
 
 MICROBATCHES = 6
 
 
-def exchanges(seed: int) -> None:
-    """The values and gradients of torch's own, also where a rank sends or gets no rows."""
+@on_ranks(4)
+def test_the_values_of_torchs() -> None:
+    """The values and gradients, also where a rank sends or gets no rows."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    counts = torch.randint(3, (size, size), generator=torch.Generator().manual_seed(seed))
+    counts = torch.randint(3, (size, size), generator=torch.Generator().manual_seed(0))
     sent, received = counts[rank].tolist(), counts[:, rank].tolist()
     rows = torch.randn(sum(sent), 2, dtype=torch.double).t().contiguous().t().requires_grad_()
     mine = fastpipe.all_to_all(rows, received, sent)
@@ -41,10 +40,6 @@ def exchanges(seed: int) -> None:
     factor = torch.randn_like(mine)
     assert torch.equal(*(torch.autograd.grad((found * factor).sum(), rows)[0] for found in (mine, theirs)))
     assert fastpipe.all_to_all(torch.full((size,), rank)).tolist() == list(range(size))
-
-
-def test_the_values_of_torchs(group_of: GroupOf) -> None:
-    group_of(4).run(exchanges, 0)
 
 
 class Noted(Experts):
@@ -207,7 +202,9 @@ class Dense(nn.Module):
         return found
 
 
-def half_dense(executor: str) -> dict[str, list[str]]:
+@on_ranks(4)
+def test_the_half_with_experts_begins(executor: str) -> None:
+    """Where only one stage of a pair has experts, the other one computes while their rows travel."""
     mesh, events = mesh_of(), []
     torch.manual_seed(0)
     layers = [Dense(events), Dense(events), Noted(mesh["ep"], events), Noted(mesh["ep"], events)]
@@ -217,13 +214,8 @@ def half_dense(executor: str) -> dict[str, list[str]]:
         for step in range(3):
             events.clear()
             pipe.step(batch(step)[0], target=batch(step)[1])
-    return between(events)
-
-
-def test_the_half_with_experts_begins(group_of: GroupOf, executor: str) -> None:
-    """Where only one stage of a pair has experts, the other one computes while their rows travel."""
-    for found in group_of(4).run(half_dense, executor):
-        assert found["F"] and found["B"], found
+    found = between(events)
+    assert found["F"] and found["B"], found
 
 
 class Failing(Noted):
@@ -273,7 +265,8 @@ def test_a_failing_half_releases_the_other_one(way: str, executor: str) -> None:
             assert ("its process died" if way == KILL else "ArithmeticError: wrong") in error
 
 
-def compiled() -> None:
+@on_ranks(2)
+def test_compiled_layers_call_it() -> None:
     torch.manual_seed(dist.get_rank())
     linear, x = nn.Linear(4, 4), torch.randn(4, 4, requires_grad=True)
 
@@ -285,7 +278,3 @@ def compiled() -> None:
     found = torch.compile(layer, backend="eager")(x)
     assert num_calls() == before + 1, "it is not traced"
     assert torch.equal(torch.autograd.grad(found.sum(), x)[0], expected)
-
-
-def test_compiled_layers_call_it(group_of: GroupOf) -> None:
-    group_of(2).run(compiled)

@@ -1,10 +1,9 @@
 """Audits: every kind of flipped bit is found, the right rank is named, and nothing is found where nothing is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from fastpipe.runtime.common import bit_sums, bytes_of, version_of
 from fastpipe.runtime.step.audit import draw, packed, unpacked
 from fastpipe.testing import flip_bit
 from tests.conftest import WAYS, skip_without_native
-from tests.distributed.ranks import GroupOf
+from tests.distributed.ranks import GroupOf, on_ranks
 from tests.runtime.checks import rows_for
 from tests.runtime.models import CASES
 
@@ -221,19 +220,21 @@ def test_a_stage_that_is_computed_wrong_once(where: str, schedule: str, executor
         assert expected[where] in one.text and "restart from an earlier checkpoint" in one.text
 
 
-def test_a_rank_that_is_always_wrong(group_of: GroupOf) -> None:
-    for one in group_of(3).run(seen, "1f1b", "auto", "forward", (1,), True):
-        assert (one.rank, one.stage) == (1, 1) and "it is wrong again" in one.text
-
-
-def test_an_auditor_that_is_always_wrong(group_of: GroupOf) -> None:
-    for one in group_of(3).run(seen, "1f1b", "auto", "backward", (2,), True):
-        assert one.drawn[1] == 2 and one.rank == 2 and "rank 2 computes it wrong" in one.text
-
-
-def test_two_ranks_cannot_tell_which_of_them_is_always_wrong(group_of: GroupOf) -> None:
-    for one in group_of(2).run(seen, "1f1b", "auto", "forward", (1,), True):
-        assert one.rank is None and one.stage == 1 and "one of them is wrong" in one.text
+@pytest.mark.parametrize(
+    ("size", "where", "wrong", "named", "text"),
+    [
+        (3, "forward", 1, 1, "it is wrong again"),
+        (3, "backward", 2, 2, "rank 2 computes it wrong"),  # the auditor
+        (2, "forward", 1, None, "one of them is wrong"),
+    ],
+)
+def test_a_rank_that_is_always_wrong(
+    size: int, where: str, wrong: int, named: int | None, text: str, group_of: GroupOf
+) -> None:
+    """Two ranks cannot tell which of them it is."""
+    for one in group_of(size).run(seen, "1f1b", "auto", where, (wrong,), True):
+        assert (one.rank, one.stage) == (named, 1) and text in one.text
+        assert where == "forward" or one.drawn[1] == wrong
 
 
 def refuse(*_: Any) -> None:
@@ -322,39 +323,20 @@ def test_a_weight_that_the_script_changes(when: str, group_of: GroupOf) -> None:
     assert group_of(2).run(weight_flipped, "1f1b", when) == ["nothing"] * 2
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_what_is_refused() -> None:
     rank, layers = dist.get_rank(), [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    made: list[tuple[Any, dict[str, Any]]] = [
-        (layers, {"audit": 0.6}),
-        (layers, {"audit": 0}),
-        (lambda index: layers[index], {"audit": 0.1}),
-        (layers, {"audit": 0.1, "data_parallel": dist.group.WORLD}),
-        (layers, {"audit": 0.1, "fused_weight_grad": True}),
-        (layers, {"audit": 0.1 if rank else None}),
+    made: list[tuple[Any, dict[str, Any], str]] = [
+        (layers, {"audit": 0.6}, "audit = 0.6: a step audits one of the 2 stages that ranks hold; give at most 0.5"),
+        (layers, {"audit": 0}, "audit = 0: give the share of the microbatches"),
+        (lambda index: layers[index], {"audit": 0.1}, "give the list of the model's layers in every process"),
+        (layers, {"data_parallel": dist.group.WORLD}, "audit and data_parallel: a stage cannot be computed again"),
+        (layers, {"fused_weight_grad": True}, "audit and fused_weight_grad"),
+        (layers, {"audit": 0.1 if rank else None}, "do not build the same pipeline: the default on ranks [0], 0.1 on "),
     ]
-    found = []
-    for stages, options in made:
-        with pytest.raises(ValueError) as caught:
-            Pipeline(stages, "1f1b", COUNT, nn.functional.mse_loss, **options)
-        found.append(str(caught.value))
-    return found
-
-
-def test_what_is_refused(group_of: GroupOf) -> None:
-    for texts in group_of(2).run(refusals):
-        for text, expected in zip(
-            texts,
-            [
-                "audit = 0.6: a step audits one of the 2 stages that ranks hold; give at most 0.5",
-                "audit = 0: give the share of the microbatches",
-                "give the list of the model's layers in every process",
-                "audit and data_parallel: a stage cannot be computed again",
-                "audit and fused_weight_grad",
-                "audit: the ranks do not build the same pipeline: the default on ranks [0], 0.1 on ",
-            ],
-            strict=True,
-        ):
-            assert expected in text
+    for stages, options, expected in made:
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            Pipeline(stages, "1f1b", COUNT, nn.functional.mse_loss, **{"audit": 0.1, **options})
 
 
 def hooked() -> tuple[int, list[float]]:
@@ -408,17 +390,13 @@ class Scales(nn.Linear):
         return out
 
 
-def unsendable() -> str:
+@on_ranks(2)
+def test_what_cannot_be_sent_is_an_error_on_all_ranks() -> None:
     pipe = Pipeline([Scales(WIDTH, WIDTH) for _ in range(2)], "1f1b", COUNT, nn.functional.mse_loss, audit=0.5)
     x, target = batch(0)
-    with pytest.raises((ValueError, fastpipe.StepError)) as caught:
+    expected = "is given cannot be sent to another rank; give it in another form, or leave audit out"
+    with pytest.raises((ValueError, fastpipe.StepError), match=expected):
         pipe.step(x, target=target, scale=[partial(float, 2)] * COUNT)
-    return str(caught.value)
-
-
-def test_what_cannot_be_sent_is_an_error_on_all_ranks(group_of: GroupOf) -> None:
-    for text in group_of(2).run(unsendable):
-        assert "is given cannot be sent to another rank; give it in another form, or leave audit out" in text
 
 
 def awkward_case(name: str, schedule: str) -> int:
@@ -483,9 +461,9 @@ def test_other_calls(group_of: GroupOf) -> None:
     assert [a + b for a, b in zip(first, second, strict=True)] == [3 * COUNT] * 3
 
 
-def dropped() -> list[bool]:
-    """Whether a pipeline whose steps are audited goes at once, without Python's collector; after a finding, too."""
-    found = []
+@on_ranks(2)
+def test_a_dropped_pipeline_goes_at_once() -> None:
+    """Without Python's collector, though its steps are audited; after a finding, too."""
     for steps in (4, 8):
         torch.manual_seed(0)
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
@@ -500,13 +478,8 @@ def dropped() -> list[bool]:
             train(pipe, steps, between)
         known = weakref.ref(pipe), weakref.ref(pipe._steps.audit)
         del pipe
-        found += [reference() is None for reference in known]
+        assert [reference() for reference in known] == [None, None]
         gc.enable()
-    return found
-
-
-def test_a_dropped_pipeline_goes_at_once(group_of: GroupOf) -> None:
-    assert group_of(2).run(dropped) == [[True] * 4] * 2
 
 
 def test_draws() -> None:

@@ -1,7 +1,5 @@
 """Exceptions whose own text, construction or pickling fails, and long ones: they reach all ranks like any other."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 import pytest

@@ -8,8 +8,8 @@ from torch import nn
 
 from fastpipe import Pipeline
 from fastpipe.runtime.common.tensors import bytes_of, digest_of
-from tests.conftest import WAYS, paired, skip_without_native
-from tests.distributed.ranks import GroupOf
+from tests.conftest import WAYS, executors_in_turn, skip_without_native
+from tests.distributed.ranks import GroupOf, on_ranks
 from tests.runtime.checks import train_and_compare
 from tests.runtime.models import CASES, squared
 from tests.runtime.test_bits import COMBINATIONS, OF_A_KIND
@@ -82,7 +82,13 @@ def made_of(x: torch.Tensor) -> list[torch.Tensor]:
     return [part for dtype in DTYPES for part in (whole.to(dtype), whole[:0].to(dtype))] + [marked, marked.imag]
 
 
-def hand_over_every_dtype(executor: str, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("executor", "transport"),
+    [*WAYS, ("native", "process_group_coalesced"), ("python", "process_group_coalesced")],
+    indirect=["executor"],
+)
+@on_ranks(2)
+def test_every_dtype(executor: str, transport: str) -> None:
     """Runs on every rank."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6), EveryDtype(), EveryDtype(), nn.Linear(6, 6)]
@@ -91,15 +97,6 @@ def hand_over_every_dtype(executor: str, transport: str) -> None:
         x = torch.randn(6, 6)
         expected = squared(layers[3](2 * layers[0](x)), x)
         assert torch.allclose(pipe.step(x, target=x).loss, expected)
-
-
-@pytest.mark.parametrize(
-    ("executor", "transport"),
-    [*WAYS, ("native", "process_group_coalesced"), ("python", "process_group_coalesced")],
-    indirect=["executor"],
-)
-def test_every_dtype(transport: str, executor: str, group_of: GroupOf) -> None:
-    group_of(2).run(hand_over_every_dtype, executor, transport)
 
 
 def hold(schedule: str, executor: str, transport: str) -> tuple[str, dict[str, str]]:
@@ -121,6 +118,6 @@ def test_tensors_that_ranks_hold(executor: str, transport: str, group_of: GroupO
     assert {name: digest for _, found in answers for name, digest in found.items()} == expected
 
 
-@pytest.mark.parametrize(("case", "executor"), paired(CASES), indirect=["executor"])
+@executors_in_turn("case", CASES)
 def test_every_boundary(case: str, executor: str, group_of: GroupOf) -> None:
     group_of(2).run(compare, case, "dualpipev", 5, executor)

@@ -18,11 +18,10 @@ from fastpipe.runtime.arguments import Arguments
 from fastpipe.runtime.coordination.gather import SharedMemoryGather
 from fastpipe.runtime.coordination.host import identify
 from fastpipe.runtime.coordination.peers import LocalPeers
-from fastpipe.runtime.transport import groups as group
-from fastpipe.runtime.transport import groups as own_groups
+from fastpipe.runtime.transport import groups
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
-from tests.distributed.ranks import GroupOf, ranks
+from tests.distributed.ranks import on_ranks, ranks
 from tests.patience import PATIENCE
 from tests.runtime.checks import train_and_compare
 from tests.runtime.models import CASES
@@ -38,7 +37,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "connecting": (SharedMemoryGather, "connect"),
     "agreed on the plan": (pipeline, "agree_on_stages"),
     "agreed on the stages": (construction, "check_same_kinds"),
-    "making groups": (own_groups, "make_group"),
+    "making groups": (groups, "make_group"),
     "joining": (construction, "make_copies"),
 }
 
@@ -189,28 +188,20 @@ def test_who_has_built_one_and_ends_is_missed_at_the_next() -> None:
         check(started.results(others(1)), 1, "its process died")
 
 
-def build_late(moment: str, options: dict[str, Any]) -> None:
-    """Runs on every rank: one takes its time, for much longer than it takes to look for it."""
+@pytest.mark.parametrize("moment", ["began", "making groups"])
+@on_ranks(SIZE)
+def test_who_is_slow_is_waited_for(moment: str) -> None:
+    """One takes its time, for much longer than it takes to look for it."""
     if dist.get_rank() == 1:
         stop_at(moment, lambda: time.sleep(1.5), 1)
     batch = CASES["plain"].batches(1, 2 * COUNT)[0]
-    build(**options).step(*batch.args, target=batch.target)
+    build(transport="process_group").step(*batch.args, target=batch.target)
 
 
-@pytest.mark.parametrize("moment", ["began", "making groups"])
-def test_who_is_slow_is_waited_for(moment: str, group_of: GroupOf) -> None:
-    group_of(SIZE).run(build_late, moment, {"transport": "process_group"})
-
-
-def build_wrongly() -> str:
-    with pytest.raises(ValueError) as caught:
+@on_ranks(SIZE)
+def test_what_all_do_wrong_is_everybodys_own_error() -> None:
+    with pytest.raises(ValueError, match="^executor = 'fastest'"):
         build(executor="fastest")
-    return str(caught.value)
-
-
-def test_what_all_do_wrong_is_everybodys_own_error(group_of: GroupOf) -> None:
-    for text in group_of(SIZE).run(build_wrongly):
-        assert text.startswith("executor = 'fastest'")
 
 
 def test_another_process_with_a_number_that_was_free_again() -> None:
@@ -253,22 +244,19 @@ def test_no_process_is_taken_for_ended_because_its_age_is_hidden(monkeypatch: py
         local_peers.close()
 
 
-def tell_nobody() -> bool:
-    """Runs on every rank: one that is not in the group is told so, and can be seen by those who are."""
+@on_ranks(SIZE)
+def test_who_is_refused_has_said_who_it_is() -> None:
+    """One that is not in the group is told so, and can be seen by those who are."""
     fresh = dist.new_group([0, 1], backend="gloo")
     if dist.get_rank() < 2:
-        build_of = group.membership(fresh, group.CPU)
+        assert groups.membership(fresh, groups.CPU).size == 2
         dist.barrier()
-        return build_of.size == 2
+        return
     with pytest.raises((TypeError, ValueError), match="group"):
-        group.membership(fresh, group.CPU)
+        groups.membership(fresh, groups.CPU)
     dist.barrier()
-    own = group.membership(None, group.CPU)
-    return all(own.identity(rank) is not None for rank in range(SIZE))
-
-
-def test_who_is_refused_has_said_who_it_is(group_of: GroupOf) -> None:
-    assert all(group_of(SIZE).run(tell_nobody))
+    own = groups.membership(None, groups.CPU)
+    assert all(own.identity(rank) is not None for rank in range(SIZE))
 
 
 def build_while_the_store_is_stopped(note: str) -> str:

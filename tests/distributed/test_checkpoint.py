@@ -14,8 +14,8 @@ from torch import nn
 
 from fastpipe import Pipeline, checkpoint_folder, latest_checkpoint, load_checkpoint, save_checkpoint
 from fastpipe.runtime import checkpoint
-from tests.distributed.ranks import ranks
-from tests.distributed.test_step import GroupOf, caught
+from tests.distributed.ranks import GroupOf, on_ranks, ranks
+from tests.distributed.test_step import caught, refuses
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH
 from tests.runtime.test_checkpoint import adamw, all_same, fresh, momentum, pipeline, train, uninterrupted
@@ -76,33 +76,22 @@ def test_stages_held_twice_are_written_once(group_of: GroupOf, tmp_path: Path) -
     assert all(all_same(losses, from_copies[0]) for losses in [*from_copies, *again])
 
 
-def go_wrong(folder: str) -> dict[str, Any]:
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_whoever_cannot_is_an_error_for_all(tmp_path: Path) -> None:
+    rank, folder = dist.get_rank(), tmp_path / "a"
     pipe = pipeline("1f1b", None)
     other = torch.nn.Linear(2, 2)
-    found = {
-        "optimizer": caught(lambda: save_checkpoint(folder, pipe, momentum(other if rank else pipe))),
-        "folder": caught(lambda: load_checkpoint(folder, pipe)),
-        "folders": caught(lambda: save_checkpoint(folder + str(rank), pipe)),
-        "one optimizer": caught(lambda: save_checkpoint(folder, pipe, momentum(pipe) if rank else None)),
-    }
+    only = "optimizer: rank {} gives one and rank {} gives none; give it on every rank, or on none"
+    refuses(lambda: save_checkpoint(folder, pipe, momentum(other if rank else pipe)), "", on=1)
+    refuses(lambda: load_checkpoint(folder, pipe), "", kind=FileNotFoundError)
+    refuses(lambda: save_checkpoint(f"{folder}{rank}", pipe), "do not make the same call")
+    refuses(lambda: save_checkpoint(folder, pipe, momentum(pipe) if rank else None), "^" + only.format(1, 0))
     save_checkpoint(folder, pipe, momentum(pipe))
-    found["one loaded"] = caught(lambda: load_checkpoint(folder, pipe, None if rank else momentum(pipe)))
+    refuses(lambda: load_checkpoint(folder, pipe, None if rank else momentum(pipe)), "^" + only.format(0, 1))
     before = torch.get_rng_state()
     torch.randn(3)
     load_checkpoint(folder, pipe, momentum(pipe))
     assert same_bits(torch.get_rng_state(), before)
-    return found
-
-
-def test_whoever_cannot_is_an_error_for_all(group_of: GroupOf, tmp_path: Path) -> None:
-    zero, one = group_of(2).run(go_wrong, str(tmp_path / "a"))
-    assert one["optimizer"][0] == "ValueError" and zero["optimizer"][0] == "StepError" and zero["optimizer"][2] == 1
-    assert zero["folder"][0] == one["folder"][0] == "FileNotFoundError"
-    for call, (there, missing) in {"one optimizer": (1, 0), "one loaded": (0, 1)}.items():
-        expected = f"optimizer: rank {there} gives one and rank {missing} gives none; give it on every rank, or on none"
-        assert zero[call][:2] == one[call][:2] == ("ValueError", expected)
-    assert zero["folders"][:2] == one["folders"][:2] and "do not make the same call" in zero["folders"][1]
 
 
 @pytest.mark.parametrize("keys", [["0_of_2", "1_of_2"]])
@@ -117,30 +106,30 @@ def test_what_is_in_a_checkpoint(keys: list[str], group_of: GroupOf, tmp_path: P
     assert "optimizer.state.7.linear.bias.exp_avg" in found and "optimizer.param_groups.0.linear.weight.lr" in found
 
 
-def train_what_is_not_frozen(folder: str) -> list[bool]:
+@on_ranks(2)
+def test_a_rank_of_which_all_is_frozen_needs_no_condition(tmp_path: Path) -> None:
     """Rank 0 has a stage of frozen layers alone; every rank runs the same lines."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in range(4)]
     for layer in layers[:2]:
         layer.requires_grad_(False)
     pipe = Pipeline(layers, "1f1b", 4, nn.functional.mse_loss)
-    moved = []
-    for make in (lambda: pipe.parameters(), lambda: [{"params": [p for p in pipe.parameters() if p.requires_grad]}]):
-        optimizer = torch.optim.AdamW(make())
+    for number, only_trained in enumerate((False, True)):
+
+        def adamw(only_trained: bool = only_trained) -> torch.optim.Optimizer:
+            trained = [{"params": [p for p in pipe.parameters() if p.requires_grad]}]
+            return torch.optim.AdamW(trained if only_trained else pipe.parameters())
+
+        optimizer = adamw()
         before = [p.detach().clone() for p in pipe.parameters()]
         pipe.step(torch.ones(8, 4), target=torch.ones(8, 4))
         assert pipe.clip_grad_norm_(1.0) > 0
         optimizer.step()
         optimizer.zero_grad()
-        moved.append(not all(map(torch.equal, before, (p.detach() for p in pipe.parameters()))))
-        path = f"{folder}/{len(moved)}"
-        save_checkpoint(path, pipe, optimizer)
-        load_checkpoint(path, pipe, torch.optim.AdamW(make()))
-    return moved
-
-
-def test_a_rank_of_which_all_is_frozen_needs_no_condition(group_of: GroupOf, tmp_path: Path) -> None:
-    assert group_of(2).run(train_what_is_not_frozen, str(tmp_path)) == [[False, False], [True, True]]
+        unmoved = all(map(torch.equal, before, (p.detach() for p in pipe.parameters())))
+        assert unmoved == (dist.get_rank() == 0)
+        save_checkpoint(tmp_path / str(number), pipe, optimizer)
+        load_checkpoint(tmp_path / str(number), pipe, adamw())
 
 
 PHASES = {

@@ -1,7 +1,6 @@
 """Clipping where every rank is a process: one norm, the same everywhere, and nobody waits for a rank that cannot."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -9,63 +8,44 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from fastpipe import StepError
 from fastpipe.runtime.step.clip import NamedGrad, norms_of
-from tests.conftest import paired
-from tests.distributed.ranks import GroupOf
-from tests.distributed.test_step import batch, caught, pipeline
+from tests.conftest import executors_in_turn
+from tests.distributed.ranks import GroupOf, on_ranks
+from tests.distributed.test_step import batch, caught, pipeline, refuses
 from tests.runtime.models import CASES
 from tests.runtime.test_clip import assert_clipped_alike, gathered
 
 
-def clip(case: str, schedule: str, executor: str) -> None:
+@executors_in_turn(
+    "case, schedule", [("plain", "1f1b"), ("plain", "dualpipe"), ("channels_last", "dualpipev"), ("bfloat16", "zbv")]
+)
+@on_ranks(2)
+def test_the_norm_is_that_of_the_unsplit_model(case: str, schedule: str, executor: str) -> None:
     assert_clipped_alike(CASES[case], schedule, executor=executor)
 
 
-@pytest.mark.parametrize(
-    ("case", "schedule", "executor"),
-    paired([("plain", "1f1b"), ("plain", "dualpipe"), ("channels_last", "dualpipev"), ("bfloat16", "zbv")]),
-    indirect=["executor"],
-)
-def test_the_norm_is_that_of_the_unsplit_model(case: str, schedule: str, executor: str, group_of: GroupOf) -> None:
-    group_of(2).run(clip, case, schedule, executor)
-
-
-def clip_wrongly() -> dict[str, Any]:
-    rank = dist.get_rank()
-    pipe = pipeline()
+@on_ranks(2)
+def test_whoever_cannot_clip_is_an_error_for_all() -> None:
+    rank, pipe = dist.get_rank(), pipeline()
     x, y = batch()
     pipe.step(x, target=y)
     last = [p.grad for p in pipe.parameters()][-1]
-    found = {
-        "one limit": caught(lambda: pipe.clip_grad_norm_(-1.0 if rank == 1 else 1.0)),
-        "two limits": caught(lambda: pipe.clip_grad_norm_(1.0 + rank)),
-        "a step instead": caught(lambda: pipe.clip_grad_norm_(1.0) if rank else pipe.step(x, target=y)),
-    }
+    limit = r"max_norm = -1.0: give a number of at least 0; float\('inf'\) only measures"
+    refuses(lambda: pipe.clip_grad_norm_(-1.0 if rank else 1.0), limit if rank else "rank 1 failed in clip_grad_", on=1)
+    refuses(lambda: pipe.clip_grad_norm_(1.0 + rank), "give the same on every rank")
+    refuses(lambda: pipe.clip_grad_norm_(1.0) if rank else pipe.step(x, target=y), "do not make the same call")
     if rank == 1:
         last[0] = math.inf
-    found["infinite"] = caught(lambda: pipe.clip_grad_norm_(1.0, error_if_nonfinite=True))
+    with pytest.raises(StepError, match=r"7.linear.bias \(stage 1, rank 1\)") as raised:
+        pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert raised.value.rank == 1
     for parameter in pipe.parameters():
         parameter.grad = None
     pipe.step(x, target=y)
-    found["norm"] = float(pipe.clip_grad_norm_(0.01))
-    return found
-
-
-def test_whoever_cannot_clip_is_an_error_for_all(group_of: GroupOf) -> None:
-    zero, one = group_of(2).run(clip_wrongly)
-    assert one["one limit"][:2] == (
-        "ValueError",
-        "max_norm = -1.0: give a number of at least 0; float('inf') only measures",
-    )
-    assert zero["one limit"][0] == "StepError" and "rank 1 failed in clip_grad_norm_" in zero["one limit"][1]
-    for name, text in {
-        "two limits": "give the same on every rank",
-        "a step instead": "do not make the same call",
-    }.items():
-        assert zero[name][:2] == one[name][:2] and zero[name][0] == "ValueError" and text in zero[name][1]
-    assert zero["infinite"][:3] == one["infinite"][:3]
-    assert zero["infinite"][2] == 1 and "7.linear.bias (stage 1, rank 1)" in zero["infinite"][1]
-    assert zero["norm"] == one["norm"] > 0.01
+    norms = [0.0, 0.0]
+    dist.all_gather_object(norms, float(pipe.clip_grad_norm_(0.01)))
+    assert norms[0] == norms[1] > 0.01
 
 
 def norms_of_spread_gradients() -> list[tuple[float, float]]:

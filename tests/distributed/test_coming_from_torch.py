@@ -13,8 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from fastpipe import Pipeline, Schedule, check_parity
-from tests.distributed.ranks import GroupOf
-from tests.distributed.test_step import caught
+from tests.distributed.ranks import GroupOf, on_ranks
 from tests.runtime.traced_models import WIDTH, Skipping, traced
 from tests.scripts import run
 
@@ -60,7 +59,8 @@ def made_layers() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)]
 
 
-def run_torch_files(folder: str, executor: str) -> None:
+@on_ranks(2)
+def test_torch_s_stages_run_torch_s_files(executor: str, tmp_path: Path) -> None:
     """Both of torch's formats, its own stages."""
     rank = dist.get_rank()
     layers = made_layers()
@@ -71,17 +71,13 @@ def run_torch_files(folder: str, executor: str) -> None:
     lowered._prepare_schedule_with_comms(zero_bubble.pipeline_order)
     x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(3))
     for name in ("compute_only", "compute_comms"):
-        path = Path(folder) / f"{name}{rank}.csv"
+        path = tmp_path / f"{name}{rank}.csv"
         lowered._dump_csv(path, format=name)
         given: Any = stages if name == "compute_only" else {stage.stage_index: stage for stage in stages}
         pipe = Pipeline(given, Schedule.from_csv(path, name=name), loss_fn=nn.functional.mse_loss, executor=executor)
         parity = check_parity(pipe, made_layers(), (x, y))
         assert parity.ok, parity
         assert [n for n, _ in pipe.named_parameters()][0] == f"{rank}.0.0.weight"
-
-
-def test_torch_s_stages_run_torch_s_files(executor: str, group_of: GroupOf, tmp_path: Path) -> None:
-    group_of(2).run(run_torch_files, str(tmp_path), executor)
 
 
 def one_group(executor: str) -> tuple[int, int]:
@@ -101,7 +97,8 @@ def test_the_group_of_the_stages_is_used(executor: str, group_of: GroupOf) -> No
     assert group_of(4).run(one_group, executor) == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
 
-def built(executor: str) -> None:
+@on_ranks(2)
+def test_stages_built_of_a_traced_model(executor: str) -> None:
     """Stages built of a traced model, several a rank."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -114,42 +111,27 @@ def built(executor: str) -> None:
     assert parity.ok, parity
 
 
-def test_stages_built_of_a_traced_model(executor: str, group_of: GroupOf) -> None:
-    group_of(2).run(built, executor)
-
-
-def refused() -> dict[str, Any]:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused() -> None:
     rank = dist.get_rank()
     layers = made_layers()
     right, vshaped = stages_of(layers, [rank, rank + 2]), stages_of(layers, [rank, 3 - rank])
     builder = PipelineStage(layers[0], 0, 4, torch.device("cpu"), dw_builder=lambda: print)
-    cases: dict[str, tuple[Any, str]] = {
-        "number": (right, "1f1b"),
-        "place": (vshaped, "interleaved_1f1b"),
-        "twice": ([right[0], right[0]], "interleaved_1f1b"),
-        "mixed": ([right[0], layers[0]], "interleaved_1f1b"),
-        "builder": ([builder, right[1]], "interleaved_1f1b"),
-    }
-    return {
-        name: caught(lambda given=given, schedule=schedule: Pipeline(given, schedule, 4, nn.functional.mse_loss))
-        for name, (given, schedule) in cases.items()
-    }
+    cases: list[tuple[Any, str, str]] = [
+        (right, "1f1b", "PipelineStage 0 is of 4 stages but the schedule has 2"),
+        (vshaped, "interleaved_1f1b", "lacks stage 2, which this process computes"),
+        ([right[0], right[0]], "interleaved_1f1b", "PipelineStage 0 twice"),
+        ([right[0], layers[0]], "interleaved_1f1b", "stages has a Sequential beside torch's stages"),
+        ([builder, right[1]], "interleaved_1f1b", "has a dw_builder; leave it out"),
+    ]
+    for given, schedule, said in cases:
+        with pytest.raises(Exception, match="" if rank else said):
+            Pipeline(given, schedule, 4, nn.functional.mse_loss)
 
 
-def test_what_does_not_fit_is_refused(group_of: GroupOf) -> None:
-    zero, _ = group_of(2).run(refused)
-    expected = {
-        "number": "PipelineStage 0 is of 4 stages but the schedule has 2",
-        "place": "lacks stage 2, which this process computes",
-        "twice": "PipelineStage 0 twice",
-        "mixed": "stages has a Sequential beside torch's stages",
-        "builder": "has a dw_builder; leave it out",
-    }
-    assert all(text in zero[name][1] for name, text in expected.items()), zero
-
-
-def told_of_torch() -> dict[str, Any]:
-    """What the page says of torch, and the same here."""
+@on_ranks(2)
+def test_what_the_page_says_of_torch_is_so() -> None:
+    """And the same here."""
     rank = dist.get_rank()
     x, y = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(3))
     grads: dict[str, list[torch.Tensor]] = {"torch": [], "fastpipe": []}
@@ -170,12 +152,6 @@ def told_of_torch() -> dict[str, Any]:
         getattr(pipe, call)(x, target=y)
         note("fastpipe", pipe.stage_modules[rank])
     ours = pipe.step(x[:15], target=y[:15]).outputs
-    factors = {who: [float((grad / found[0]).mean()) for grad in found] for who, found in grads.items()}
-    return factors | {"rows": None if rank == 0 else [len(rows), len(ours)]}
-
-
-def test_what_the_page_says_of_torch_is_so(group_of: GroupOf) -> None:
-    for answer in group_of(2).run(told_of_torch):
-        assert answer["torch"] == pytest.approx([1, 1.25, 1.25 / 4], rel=1e-3)
-        assert answer["fastpipe"] == pytest.approx([1, 2, 2], rel=1e-3)
-    assert answer["rows"] == [16, 15]
+    for who, factors in (("torch", [1, 1.25, 1.25 / 4]), ("fastpipe", [1, 2, 2])):
+        assert [float((grad / grads[who][0]).mean()) for grad in grads[who]] == pytest.approx(factors, rel=1e-3)
+    assert rank == 0 or (len(rows), len(ours)) == (16, 15)

@@ -205,21 +205,15 @@ def test_a_death_wakes_who_waits(way: str, hosts: str) -> None:
             assert found == Failure(1, "its process died", is_fatal=True)
 
 
-def test_a_death_is_noticed(way: str) -> None:
+# The last: rank 0 is alone on its host, and in no transfer with the one that dies; a neighbour of that one tells it.
+@pytest.mark.parametrize(("way", "hosts"), [("board", ""), ("store", ""), ("store", "abb")])
+def test_a_death_is_noticed(way: str, hosts: str) -> None:
+    skip_without_native()
     with ranks(3) as group:
-        group.start(die, way)
+        group.start(die, way, hosts)
         for again, failures in group.results([0, 2]):
             assert again == Failure(1, "its process died", is_fatal=True)
-            assert len(failures) > 1 and set(failures) == {Failure(1, "its process died", is_fatal=True)}
-
-
-def test_a_death_is_told_to_other_hosts() -> None:
-    """Rank 0 is alone on its host, and in no transfer with the one that dies: a neighbour of that one tells it."""
-    with ranks(3) as group:
-        group.start(die, "store", "abb")
-        for again, failures in group.results([0, 2]):
-            assert again == Failure(1, "its process died", is_fatal=True)
-            assert len(failures) > 1 and set(failures) == {Failure(1, "its process died", is_fatal=True)}
+            assert len(failures) > 1 and set(failures) == {again}
 
 
 def leave_early(hosts: str) -> tuple[list[Failure], Failure | None]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe import Pipeline, StepError
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.distributed.ranks import GroupOf
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH, Block, squared
@@ -44,9 +44,7 @@ def train(schedule: str, executor: str) -> tuple[list[str], list[dict[str, torch
     return [name for name, _ in pipe.named_parameters()], [*states, pipe.state_dict()], pipe.describe()
 
 
-@pytest.mark.parametrize(
-    ("schedule", "ranks", "executor"), paired([("dualpipe", 2), ("dualpipe", 4), ("chimera", 4)]), indirect=["executor"]
-)
+@executors_in_turn("schedule, ranks", [("dualpipe", 2), ("dualpipe", 4), ("chimera", 4)])
 def test_both_holders_have_the_same_weights(schedule: str, ranks: int, executor: str, group_of: GroupOf) -> None:
     answers = group_of(ranks).run(train, schedule, executor)
     found: dict[str, list[Any]] = {}

@@ -1,7 +1,5 @@
 """A step runs on the rank's own cores, and what is around it on all."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 from unittest.mock import patch

@@ -17,13 +17,14 @@ from tests.distributed.meshes import (
     batch,
     build,
     layers,
-    mesh,
+    mesh_and_replica,
     squared,
+    step,
     two_steps,
     whole_grad,
     wrong_gradients,
 )
-from tests.distributed.ranks import GroupOf
+from tests.distributed.ranks import GroupOf, on_ranks
 from tests.runtime.checks import same_bits
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -44,17 +45,17 @@ TOGETHER = {
 }
 
 
-def train(wrap: str, executor: str) -> dict[str, Any]:
+@BOTH
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@on_ranks(4)
+def test_gradients_are_the_mean_of_both_replicas(wrap: str, executor: str) -> None:
     """Several schedules: a step, another that adds to it, and two under one reduction."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
-    report: dict[str, Any] = {}
+    over, replica = mesh_and_replica()
     for name in TOGETHER[wrap, executor]:
         pipe = build(wrap, name, executor, over, schedule_options=SCHEDULES[name])
         wrong = two_steps(pipe, wrap, replica)
         wrong.append(accumulate(pipe, replica))
-        report[name] = wrong
-    return report
+        assert wrong == [[], [], []], name
 
 
 def accumulate(pipe: Pipeline, replica: int) -> list[str]:
@@ -63,31 +64,22 @@ def accumulate(pipe: Pipeline, replica: int) -> list[str]:
         parameter.grad = None
     reference = Reference(pipe)
     with pipe.no_sync():
-        pipe.step(batch(2, replica)[0], target=batch(2, replica)[1])
+        step(pipe, 2, replica)
     reference.step(2, reduces=False)
     pipe.eval_step(batch(0, replica)[0])
-    pipe.step(batch(3, replica)[0], target=batch(3, replica)[1])
+    step(pipe, 3, replica)
     reference.step(3)
     return wrong_gradients(pipe, reference)
 
 
-@BOTH
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-def test_gradients_are_the_mean_of_both_replicas(wrap: str, executor: str, group_of: GroupOf) -> None:
-    for report in group_of(4).run(train, wrap, executor):
-        assert report == {name: [[], [], []] for name in TOGETHER[wrap, executor]}
-
-
-def train_left_alone(wrap: str, executor: str) -> float | str:
-    """The same with the wrapper's own hooks: how far the gradients of Linears are off, or what was raised."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+@on_ranks(4)
+def test_the_comparison_finds_a_wrapper_that_is_left_alone(executor: str) -> None:
+    """With the wrapper's own hooks the gradients of Linears are off."""
+    over, replica = mesh_and_replica()
     found, stage_module.find_data_parallel = stage_module.find_data_parallel, lambda module, index: None
     try:
-        pipe = build(wrap, "zbv", executor, over)
-        pipe.step(batch(0, replica)[0], target=batch(0, replica)[1])
-    except Exception as error:
-        return str(error)
+        pipe = build("fsdp", "zbv", executor, over)
+        step(pipe, 0, replica)
     finally:
         stage_module.find_data_parallel = found
     reference = Reference(pipe)
@@ -97,21 +89,17 @@ def train_left_alone(wrap: str, executor: str) -> float | str:
         expected, grad = reference.grad(name), whole_grad(parameter)
         if name.endswith("linear.weight") and expected is not None:
             gaps.append(1.0 if grad is None else float((grad - expected).norm() / expected.norm()))
-    return max(gaps)
+    assert max(gaps) > 0.05
 
 
-def test_the_comparison_finds_a_wrapper_that_is_left_alone(executor: str, group_of: GroupOf) -> None:
-    assert all(gap > 0.05 for gap in group_of(4).run(train_left_alone, "fsdp", executor))
-
-
-def two_holders(executor: str) -> None:
+@on_ranks(4)
+def test_two_holders_and_their_replicas(executor: str) -> None:
     """DDP where every stage is held twice: the mean of each half, and then their sum."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     pipe = build("ddp", "dualpipe", executor, over, num_microbatches=6)
     reference = Reference(pipe)
     for number in range(2):
-        pipe.step(batch(number, replica)[0], target=batch(number, replica)[1])
+        step(pipe, number, replica)
         reference.step(number)
     for name, parameter in pipe.named_parameters():
         expected = reference.grad(name)
@@ -127,14 +115,9 @@ def two_holders(executor: str) -> None:
         build("fsdp", "dualpipe", executor, over, num_microbatches=6)
 
 
-def test_two_holders_and_their_replicas(executor: str, group_of: GroupOf) -> None:
-    group_of(4).run(two_holders, executor)
-
-
 def by_argument(executor: str) -> list[str]:
     """A list of layers and ``data_parallel=``: nothing is wrapped by hand, and the keys are the model's."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     pipe = Pipeline(
         layers(), "zbv", 5, squared, group=over["pp"], data_parallel=over["dp"], executor=executor, transport="auto"
     )
@@ -163,16 +146,16 @@ def test_data_parallel_by_argument(executor: str, group_of: GroupOf) -> None:
     assert sorted(answers[0] + answers[1]) == sorted(keys)
 
 
-def between_steps(executor: str) -> None:
+@on_ranks(4)
+def test_shards_are_trained(executor: str) -> None:
     """An optimizer sees shards, after every kind of step, and trains both replicas alike."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     pipe = build("fsdp", "interleaved_zb", executor, over)
     optimizer = torch.optim.SGD(list(pipe.parameters()), 0.1)
     for number in range(2):
         pipe.eval_step(batch(number, replica)[0])
         assert all(isinstance(parameter, DTensor) for parameter in pipe.parameters())
-        pipe.step(batch(number, replica)[0], target=batch(number, replica)[1])
+        step(pipe, number, replica)
         optimizer.step()
         optimizer.zero_grad()
     reference = Reference(pipe)
@@ -192,15 +175,8 @@ def between_steps(executor: str) -> None:
     assert re.search(r"split: [1-9]\d* of \d+ parameters wait for W; whole in I .*norm.weight", text), text
 
 
-def test_shards_are_trained(executor: str, group_of: GroupOf) -> None:
-    group_of(4).run(between_steps, executor)
-
-
-def run_page() -> None:
+@on_ranks(4)
+def test_the_page_about_it_runs_as_it_stands() -> None:
     page = Path(fastpipe.__file__).parents[1] / "docs/data-parallel.md"
     (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     exec(compile(code, page, "exec"), {})
-
-
-def test_the_page_about_it_runs_as_it_stands(group_of: GroupOf) -> None:
-    group_of(4).run(run_page)

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline, StepError
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.distributed.meshes import (
     LAYERS,
     WIDTH,
@@ -20,12 +19,12 @@ from tests.distributed.meshes import (
     Block,
     Reference,
     build,
-    mesh,
+    mesh_and_replica,
     squared,
+    step,
     wrong_gradients,
 )
-from tests.distributed.ranks import GroupOf
-from tests.distributed.test_data_parallel_wrappers import step
+from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_tied_data_parallel import batch as text_batch
 from tests.runtime.checks import same_bits
 from tests.runtime.test_tied import loss_fn, tied_layers
@@ -94,39 +93,30 @@ def same_gradients(modules: Sequence[nn.Module], group: Any) -> int:
     return len(trained)
 
 
-def change_and_train(schedule: str, executor: str) -> dict[str, list[str]]:
+@executors_in_turn("schedule", ["1f1b", "zbv"])
+@on_ranks(4)
+def test_replicas_reduce_what_is_to_be_trained_now(schedule: str, executor: str) -> None:
     """After every change a step, and another that adds to it; two more of which the first reduces nothing."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     whole = layers()
     pipe = pipeline(whole, schedule, executor, over)
     reference = Reference(pipe, layers)
-    found: dict[str, list[str]] = {}
     for number, change in enumerate([lambda model, replica: None, *CHANGES]):
         change(whole, replica)
         for model in reference.models:
             change(list(model.children()), 0)
         clear(pipe, reference)
-        wrong: list[str] = []
         for more in range(2):
             step(pipe, 4 * number + more, replica)
             reference.step(4 * number + more)
-            wrong += wrong_gradients(pipe, reference)
+            assert wrong_gradients(pipe, reference) == [], change
         with pipe.no_sync():
             step(pipe, 4 * number + 2, replica)
         step(pipe, 4 * number + 3, replica)
         reference.step(4 * number + 2, reduces=False)
         reference.step(4 * number + 3)
-        found[change.__name__] = wrong + wrong_gradients(pipe, reference)
-    trained = [p for p in pipe.parameters() if p.requires_grad]
-    assert len(trained) == len(list(pipe.parameters())) and all(p.grad is not None for p in trained)
-    return found
-
-
-@pytest.mark.parametrize(("schedule", "executor"), paired(["1f1b", "zbv"]), indirect=["executor"])
-def test_replicas_reduce_what_is_to_be_trained_now(schedule: str, executor: str, group_of: GroupOf) -> None:
-    expected = dict.fromkeys(["<lambda>", *(change.__name__ for change in CHANGES)], [])
-    assert group_of(4).run(change_and_train, schedule, executor) == [expected] * 4
+        assert wrong_gradients(pipe, reference) == [], change
+    assert all(p.requires_grad and p.grad is not None for p in pipe.parameters())
 
 
 def outcome(call: Callable[[], Any]) -> str:
@@ -139,8 +129,7 @@ def outcome(call: Callable[[], Any]) -> str:
 
 def change_one(executor: str) -> dict[str, str]:
     """In one replica, or in both and not alike; then alike."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     whole = layers()
     # with buffers, of which one replica has more when it has changed
     for index in (0, 7):
@@ -174,16 +163,17 @@ def test_replicas_that_do_not_change_alike_are_told_and_go_on(executor: str, gro
         assert "the replicas of stage 1 do not have the same new parameters" in answer["not alike"]
 
 
-def accumulate_first(executor: str) -> str:
+@on_ranks(4)
+def test_what_no_sync_added_for_other_values_is_refused(executor: str) -> None:
     """A layer that is another one in each replica until the first step that reduces: what is added before is wrong."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     whole = layers()
     pipe = pipeline(whole, "zbv", executor, over)
     exchange(whole, replica)
     with pipe.no_sync():
         step(pipe, 0, replica)
     message = outcome(lambda: step(pipe, 1, replica))
+    assert "no_sync" in message and "of stage 2 that are new, 5.0.linear.bias" in message
     reference = Reference(pipe, layers)
     for model in reference.models:
         exchange(list(model.children()), 0)
@@ -193,19 +183,13 @@ def accumulate_first(executor: str) -> str:
     step(pipe, 1, replica)
     reference.step(0, reduces=False)
     reference.step(1)
-    assert not (wrong := wrong_gradients(pipe, reference)), wrong
-    return message
+    assert wrong_gradients(pipe, reference) == []
 
 
-def test_what_no_sync_added_for_other_values_is_refused(executor: str, group_of: GroupOf) -> None:
-    for message in group_of(4).run(accumulate_first, executor):
-        assert "no_sync" in message and "of stage 2 that are new, 5.0.linear.bias" in message
-
-
-def tied_later(executor: str) -> None:
+@on_ranks(4)
+def test_a_tied_weight_is_unfrozen(executor: str) -> None:
     """An embedding that the output shares, in bf16 with fp32 gradients: as in a pipeline built anew."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     options = {"group": over["pp"], "data_parallel": over["dp"], "executor": executor, "grad_dtype": torch.float32}
     frozen, trained = ([layer.bfloat16() for layer in tied_layers()] for _ in range(2))
     frozen[0].requires_grad_(False)
@@ -227,13 +211,9 @@ def tied_later(executor: str) -> None:
         assert same_bits(parameter.grad, expected[name].grad), name
 
 
-def test_a_tied_weight_is_unfrozen(executor: str, group_of: GroupOf) -> None:
-    group_of(4).run(tied_later, executor)
-
-
-def wrapped_by_hand(executor: str) -> dict[str, str]:
-    over = mesh()
-    replica = over.get_local_rank("dp")
+@on_ranks(2)
+def test_a_stage_that_was_wrapped_by_hand(executor: str) -> None:
+    over, replica = mesh_and_replica()
     group = over["dp"].get_group()
     whole = layers()
 
@@ -252,42 +232,30 @@ def wrapped_by_hand(executor: str) -> dict[str, str]:
         whole[1].append(nn.Linear(WIDTH, WIDTH))
         return pipe
 
-    pipe = changed()
-    step(pipe, 0, replica)
+    step(changed(), 0, replica)
     assert same_gradients([whole[1]], group) == 2
-    return {"hook": outcome(lambda: step(changed(hooked=True), 0, replica))}
+    refused = outcome(lambda: step(changed(hooked=True), 0, replica))
+    assert all(text in refused for text in ("1.1.weight, 1.1.bias", "communication hook", "build a new Pipeline"))
 
 
-def test_a_stage_that_was_wrapped_by_hand(executor: str, group_of: GroupOf) -> None:
-    for found in group_of(2).run(wrapped_by_hand, executor):
-        assert "1.1.weight, 1.1.bias" in found["hook"]
-        assert "communication hook" in found["hook"] and "build a new Pipeline" in found["hook"]
-
-
-def what_has_no_wrapper() -> list[str]:
-    over = mesh()
-    replica = over.get_local_rank("dp")
+@on_ranks(2)
+def test_what_cannot_be_mended_is_refused() -> None:
+    over, replica = mesh_and_replica()
     bare = nn.Sequential(nn.Tanh())
     pipe = pipeline([nn.Linear(WIDTH, WIDTH), bare], "1f1b", "auto", over, partition=[2])
-    found = [outcome(lambda: step(pipe, 0, replica))]
+    step(pipe, 0, replica)
     alone = pipeline([bare], "1f1b", "auto", over)
     bare.append(nn.Linear(WIDTH, WIDTH))
-    found.append(outcome(lambda: step(alone, 0, replica)))
+    text = outcome(lambda: step(alone, 0, replica))
+    assert "stage 0 had no parameters" in text and "0.1.weight, 0.1.bias" in text
     bare[1] = nn.LazyLinear(WIDTH)
-    return [*found, outcome(lambda: step(pipe, 0, replica))]
-
-
-def test_what_cannot_be_mended_is_refused(group_of: GroupOf) -> None:
-    for nothing, bare, lazy in group_of(2).run(what_has_no_wrapper):
-        assert nothing == ""
-        assert "stage 0 had no parameters" in bare and "0.1.weight, 0.1.bias" in bare
-        assert "1.1.weight, 1.1.bias, some have no shape yet; run a forward" in lazy
+    text = outcome(lambda: step(pipe, 0, replica))
+    assert "1.1.weight, 1.1.bias, some have no shape yet; run a forward" in text
 
 
 def beside_others(executor: str) -> str:
     """Where every stage is held twice, and where another stage of the rank is sharded: new layers are refused there."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     whole = layers()
     pipe = Pipeline(whole, "dualpipe", 6, squared, group=over["pp"], data_parallel=over["dp"], executor=executor)
     for number, change in enumerate((unfreeze, unfreeze_a_stage)):

@@ -3,13 +3,12 @@
 import re
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from fastpipe import Pipeline, StepError
-from tests.conftest import paired
-from tests.distributed.meshes import LAYERS, Block, Reference, batch, build, layers, mesh, wrong_gradients
+from tests.conftest import executors_in_turn
+from tests.distributed.meshes import LAYERS, Block, Reference, build, layers, mesh_and_replica, step, wrong_gradients
 from tests.distributed.ranks import GroupOf, ranks
 from tests.distributed.test_step import caught
 
@@ -49,8 +48,7 @@ def traps() -> list[nn.Module]:
 
 
 def fail_and_go_on(wrap: str, executor: str) -> dict[str, Any]:
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     whole: list[Any] = []
 
     def made() -> list[nn.Module]:
@@ -62,12 +60,12 @@ def fail_and_go_on(wrap: str, executor: str) -> dict[str, Any]:
     for name, (layer, where, calls) in FAULTS.items():
         if replica == 0:
             whole[layer].where, whole[layer].calls = where, calls
-        found[name] = caught(lambda: pipe.step(batch(0, replica)[0], target=batch(0, replica)[1]))
+        found[name] = caught(lambda: step(pipe, 0, replica))
         whole[layer].where = ""
         for parameter in pipe.parameters():
             parameter.grad = None
         reference = Reference(pipe)
-        pipe.step(batch(1, replica)[0], target=batch(1, replica)[1])
+        step(pipe, 1, replica)
         reference.step(1)
         assert not (wrong := wrong_gradients(pipe, reference)), (name, wrong)
         for parameter in pipe.parameters():
@@ -75,7 +73,7 @@ def fail_and_go_on(wrap: str, executor: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("wrap", "executor"), paired(["ddp", "fsdp"]), indirect=["executor"])
+@executors_in_turn("wrap", ["ddp", "fsdp"])
 def test_a_failure_reaches_all_replicas_and_the_next_step_is_right(wrap: str, executor: str, group_of: GroupOf) -> None:
     answers = group_of(4).run(fail_and_go_on, wrap, executor)
     for name in FAULTS:
@@ -89,13 +87,12 @@ def test_a_failure_reaches_all_replicas_and_the_next_step_is_right(wrap: str, ex
 
 
 def only_one_steps(executor: str) -> tuple[str, str]:
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     pipe = build("ddp", "zbv", executor, over, timeout=3.0)
     if replica == 1:
         return "", ""
-    kind, text, _ = caught(lambda: pipe.step(batch(0, 0)[0], target=batch(0, 0)[1]))
-    again = caught(lambda: pipe.step(batch(0, 0)[0], target=batch(0, 0)[1]))
+    kind, text, _ = caught(lambda: step(pipe, 0, 0))
+    again = caught(lambda: step(pipe, 0, 0))
     return kind, text + again[1]
 
 
@@ -114,13 +111,12 @@ def test_the_error_is_a_step_error_with_its_place(executor: str, group_of: Group
 
 
 def place_of_failure(executor: str) -> tuple[int | None, str]:
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     pipe: Pipeline = build("ddp", "1f1b", executor, over)
     if replica == 0:
         pipe.stage_modules[pipe.rank].register_forward_pre_hook(_raise)
     try:
-        pipe.step(batch(0, replica)[0], target=batch(0, replica)[1])
+        step(pipe, 0, replica)
     except StepError as error:
         return error.rank, error.action or ""
     except OSError:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,19 @@ from fastpipe.runtime.data_parallel.ddp import Replicated
 from fastpipe.runtime.data_parallel.fsdp import Sharded
 from fastpipe.runtime.data_parallel.interface import DataParallel
 from tests.conftest import BOTH
-from tests.distributed.meshes import WIDTH, Block, Reference, batch, build, mesh, shard, squared, wrong_gradients
-from tests.distributed.ranks import GroupOf
+from tests.distributed.meshes import (
+    WIDTH,
+    Block,
+    Reference,
+    build,
+    mesh,
+    mesh_and_replica,
+    shard,
+    squared,
+    step,
+    wrong_gradients,
+)
+from tests.distributed.ranks import GroupOf, on_ranks
 from tests.runtime.checks import same_bits
 
 SPLIT = "0F0 1F0 0F1 1F1 1I0 0I0 1I1 0I1 1W0 1W1 0W0 0W1"
@@ -31,10 +43,6 @@ TORCH = "0UNSHARD 1UNSHARD 0F0 0F1 0RESHARD 1F0 1F1 0UNSHARD 1I0 0I0 1I1 1RESHAR
 
 def by_hand(order: str) -> Schedule:
     return Schedule.from_actions("mine", Placement.custom([0, 0]), 2, [order.split()])
-
-
-def step(pipe: Pipeline, number: int, replica: int) -> None:
-    pipe.step(batch(number, replica)[0], target=batch(number, replica)[1])
 
 
 class Choosy(Block):
@@ -65,10 +73,10 @@ class HookedReference(Reference):
         self.models = [nn.Sequential(*choosy_layers(replica)) for replica in range(2)]
 
 
-def options(executor: str) -> None:
+@on_ranks(2)
+def test_options_of_ddp_and_parameters_without_gradients(executor: str) -> None:
     """Flags of DDP that concern its own backward change nothing; a parameter without a gradient takes no part."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     for flags in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
 
         def wrap(module: nn.Module, over: DeviceMesh, flags: dict[str, Any] = flags) -> nn.Module:
@@ -85,14 +93,10 @@ def options(executor: str) -> None:
         assert grads["0.for_one.weight"] is None
 
 
-def test_options_of_ddp_and_parameters_without_gradients(executor: str, group_of: GroupOf) -> None:
-    group_of(2).run(options, executor)
-
-
-def hooks(executor: str) -> list[int]:
+@on_ranks(2)
+def test_communication_hooks_are_kept(executor: str) -> None:
     """A communication hook gets undivided gradients, bucket by bucket, once per step."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     seen: list[int] = []
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -100,24 +104,25 @@ def hooks(executor: str) -> list[int]:
         work = dist.all_reduce(bucket.buffer(), group=over["dp"].get_group(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0].div_(2))
 
-    def wrap(module: nn.Module, over: DeviceMesh) -> nn.Module:
-        wrapped = DistributedDataParallel(
-            module, process_group=over.get_group(), bucket_cap_mb=0.0001, find_unused_parameters=True
-        )
-        wrapped.register_comm_hook(None, hook)
-        return wrapped
-
-    pipe = build(wrap, by_hand(SPLIT), executor, over, num_microbatches=None)
+    pipe = build(small_buckets(hook, 0.0001), by_hand(SPLIT), executor, over, num_microbatches=None)
     reference = Reference(pipe)
     step(pipe, 0, replica)
     reference.step(0)
     assert not wrong_gradients(pipe, reference)
-    return seen
+    assert len(seen) > 4 and max(seen) > 1 and seen.count(0) == 2
 
 
-def test_communication_hooks_are_kept(executor: str, group_of: GroupOf) -> None:
-    for seen in group_of(2).run(hooks, executor):
-        assert len(seen) > 4 and max(seen) > 1 and seen.count(0) == 2
+def small_buckets(hook: Callable[..., Any], megabytes: float) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
+    """DistributedDataParallel with a hook that reduces its buckets, of so many bytes from the first step on."""
+
+    def wrap(module: nn.Module, over: DeviceMesh) -> nn.Module:
+        # without find_unused_parameters torch begins with one bucket for all
+        options: dict[str, Any] = {"bucket_cap_mb": megabytes, "find_unused_parameters": True}
+        wrapped = DistributedDataParallel(module, process_group=over.get_group(), **options)
+        wrapped.register_comm_hook(None, hook)
+        return wrapped
+
+    return wrap
 
 
 def normed() -> list[nn.Module]:
@@ -125,10 +130,10 @@ def normed() -> list[nn.Module]:
     return [module for _ in range(2) for module in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))]
 
 
-def buffers(executor: str) -> None:
+@on_ranks(2)
+def test_buffers_come_from_the_first_replica(executor: str) -> None:
     """BatchNorm's statistics are the first replica's from the beginning of every step on, as with DDP alone."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     pipe = build("ddp", by_hand(WHOLE), executor, over, made=normed, num_microbatches=None)
     starts: list[list[torch.Tensor]] = []
 
@@ -149,61 +154,46 @@ def buffers(executor: str) -> None:
     assert same_bits(ends, other) == (replica == 0)
 
 
-def test_buffers_come_from_the_first_replica(executor: str, group_of: GroupOf) -> None:
-    group_of(2).run(buffers, executor)
-
-
 @contextmanager
 def recorded(kind: type[DataParallel]) -> Iterator[list[str]]:
     """The calls that an executor makes, by stage."""
     calls: list[str] = []
-    kept = {name: getattr(kind, name) for name in ("unshard", "reshard", "reduce_grad")}
 
     def noting(name: str) -> Callable[..., None]:
+        real = getattr(kind, name)
+
         def call(self: Any, *args: Any) -> None:
             calls.append(f"{self.stage}{name.upper()}")
-            kept[name](self, *args)
+            real(self, *args)
 
         return call
 
-    for name in kept:
-        setattr(kind, name, noting(name))
-    try:
+    with mock.patch.multiple(kind, **{name: noting(name) for name in ("unshard", "reshard", "reduce_grad")}):
         yield calls
-    finally:
-        for name, method in kept.items():
-            setattr(kind, name, method)
-
-
-def torch_schedule(wrap: str, executor: str) -> tuple[list[str], int]:
-    """A CSV with torch's own UNSHARD, RESHARD and REDUCE_GRAD: the calls, and how often parameters are gathered."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
-    schedule = Schedule.from_csv(by_hand(TORCH).to_csv())
-    pipe = build(wrap, schedule, executor, over, num_microbatches=None)
-    reference = Reference(pipe)
-    gathered: list[int] = []
-    gather = _fsdp_param_group.foreach_all_gather
-    _fsdp_param_group.foreach_all_gather = lambda *args: (gathered.append(1), gather(*args))[1]
-    try:
-        with recorded(Sharded if wrap == "fsdp" else Replicated) as calls:
-            step(pipe, 0, replica)
-    finally:
-        _fsdp_param_group.foreach_all_gather = gather
-    reference.step(0)
-    assert not (wrong := wrong_gradients(pipe, reference)), wrong
-    return calls, len(gathered)
 
 
 @BOTH
 @pytest.mark.parametrize(("wrap", "gathered"), [("ddp", 0), ("fsdp", 12)])
-def test_both_executors_do_what_a_torch_schedule_says(
-    wrap: str, gathered: int, executor: str, group_of: GroupOf
-) -> None:
-    """Two stages of four blocks: gathered once each, and the first again after it was let go."""
-    expected = [action for action in TORCH.split() if action[1] not in "FIW"] + ["0REDUCE_GRAD"]
-    for calls, count in group_of(2).run(torch_schedule, wrap, executor):
-        assert calls == expected and count == gathered
+@on_ranks(2)
+def test_both_executors_do_what_a_torch_schedule_says(wrap: str, gathered: int, executor: str) -> None:
+    """A CSV with torch's own UNSHARD, RESHARD and REDUCE_GRAD: the calls, and how often parameters are gathered.
+
+    Two stages of four blocks: gathered once each, and the first again after it was let go.
+    """
+    over, replica = mesh_and_replica()
+    schedule = Schedule.from_csv(by_hand(TORCH).to_csv())
+    pipe = build(wrap, schedule, executor, over, num_microbatches=None)
+    reference = Reference(pipe)
+    gather = mock.Mock(wraps=_fsdp_param_group.foreach_all_gather)
+    with (
+        mock.patch.object(_fsdp_param_group, "foreach_all_gather", gather),
+        recorded(Sharded if wrap == "fsdp" else Replicated) as calls,
+    ):
+        step(pipe, 0, replica)
+    reference.step(0)
+    assert not (wrong := wrong_gradients(pipe, reference)), wrong
+    assert calls == [action for action in TORCH.split() if action[1] not in "FIW"] + ["0REDUCE_GRAD"]
+    assert gather.call_count == gathered
 
 
 def shard_in_bf16(module: nn.Module, over: DeviceMesh) -> nn.Module:
@@ -245,7 +235,8 @@ def fsdp1(module: nn.Module, over: DeviceMesh) -> nn.Module:
     return made
 
 
-def refuse() -> dict[str, str]:
+@on_ranks(2)
+def test_what_is_not_known_is_refused_by_name() -> None:
     over = mesh()
     group = over["dp"].get_group()
 
@@ -257,36 +248,29 @@ def refuse() -> dict[str, str]:
         inner.add_module("more", ddp(nn.Linear(WIDTH, WIDTH)))
         return inner
 
-    wraps: dict[str, Any] = {
-        "fsdp1": fsdp1,
-        "both": both,
-        "sparse": lambda module, over: ddp(nn.ModuleList([module, nn.Embedding(3, 3, sparse=True)])),
-    }
-    found = {name: refusal(lambda wrap=wrap: build(wrap, "1f1b", "auto", over)) for name, wrap in wraps.items()}
+    def sparse(module: nn.Module, over: DeviceMesh) -> nn.Module:
+        return ddp(nn.ModuleList([module, nn.Embedding(3, 3, sparse=True)]))
+
+    for wrap, text in (
+        (fsdp1, "stage 0 is wrapped in FullyShardedDataParallel"),
+        (both, "stage 0 has DistributedDataParallel and fully_shard in it"),
+        (sparse, "of stage 0 has a sparse embedding"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            build(wrap, "1f1b", "auto", over)
     blocks = [Block() for _ in range(4)]
-    found["threads"] = refusal(lambda: alone(blocks, over, num_ranks=2, data_parallel=over["dp"]))
-    for name, given in {"mesh": over, "number": 3, "twice": over["dp"]}.items():
-        stages = {0: ddp(nn.Sequential(*blocks))} if name == "twice" else blocks
-        found[name] = refusal(lambda stages=stages, given=given: alone(stages, over, data_parallel=given))
-    return found
-
-
-def alone(stages: Any, over: DeviceMesh, **more: Any) -> Pipeline:
-    return Pipeline(stages, "1f1b", 4, squared, group=over["pp"], **more)
+    replicas = over["dp"]
+    for stages, options, text in (
+        (blocks, {"num_ranks": 2, "data_parallel": replicas}, "the ranks are threads of this process.*torchrun"),
+        (blocks, {"data_parallel": over}, "data_parallel: the DeviceMesh has 2 dimensions"),
+        (blocks, {"data_parallel": 3}, "data_parallel = 3: give a process group"),
+        ({0: ddp(nn.Sequential(*blocks))}, {"data_parallel": replicas}, "data_parallel: stage 0 is already wrapped"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Pipeline(stages, "1f1b", 4, squared, group=over["pp"], **options)
 
 
 def refusal(call: Callable[[], Any]) -> str:
     with pytest.raises(ValueError) as caught:
         call()
     return str(caught.value)
-
-
-def test_what_is_not_known_is_refused_by_name(group_of: GroupOf) -> None:
-    for found in group_of(2).run(refuse):
-        assert "stage 0 is wrapped in FullyShardedDataParallel" in found["fsdp1"]
-        assert "stage 0 has DistributedDataParallel and fully_shard in it" in found["both"]
-        assert "of stage 0 has a sparse embedding" in found["sparse"]
-        assert "the ranks are threads of this process" in found["threads"] and "torchrun" in found["threads"]
-        assert "data_parallel: the DeviceMesh has 2 dimensions" in found["mesh"]
-        assert "data_parallel = 3: give a process group" in found["number"]
-        assert "data_parallel: stage 0 is already wrapped" in found["twice"]

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from fastpipe.runtime.common.failure import Failure, FailureError
 from fastpipe.runtime.common.waits import pauses
 from tests.conftest import BOTH, skip_without_native
 from tests.distributed.hosts import on_hosts
-from tests.distributed.ranks import ranks
+from tests.distributed.ranks import Ranks, ranks
 from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES, DEVICE, Block
@@ -50,16 +51,16 @@ class Stopping(torch.nn.Module):
 def train_until(
     victim: int,
     at_call: int,
-    number: int,
     note: str,
-    executor: str,
-    schedule: str,
-    timeout: float,
-    steps: int,
+    *,
+    number: int = signal.SIGKILL,
+    executor: str = "native",
+    schedule: str = "1f1b",
+    timeout: float = 60.0,
     transport: str = "process_group",
     hosts: str = "",
 ) -> dict[str, Any]:
-    """Runs on every rank; rank ``victim`` gets the signal in the midst of a step, or before the one after ``steps``."""
+    """Runs on every rank; rank ``victim`` gets the signal in the midst of a step, or before the fourth one."""
     case = CASES["plain"]
     mine = dist.get_rank() == victim
     stages = [Stopping(at_call if mine else -1, number, note) for _ in range(2 * SIZE)]
@@ -68,7 +69,7 @@ def train_until(
         pipe = Pipeline(stages, schedule, COUNT, case.loss_fn, **options)
     assert pipe.transport.kind == ("mixed" if hosts else transport)
     try:
-        for batch in case.batches(steps, rows_for(COUNT)):
+        for batch in case.batches(3, rows_for(COUNT)):
             pipe.step(*batch.args, target=batch.target)
         if at_call < 0 and mine:
             Path(note).write_text(str(time.monotonic()))
@@ -102,6 +103,14 @@ def check(answers: list[dict[str, Any]], victim: int) -> None:
 
 def others(victim: int) -> list[int]:
     return [rank for rank in range(SIZE) if rank != victim]
+
+
+def lose(group: Ranks, victim: int, at_call: int, note: Path, **options: Any) -> list[dict[str, Any]]:
+    """Have a rank killed, or stopped, and the others name it: what they say."""
+    group.start(train_until, victim, at_call, str(note), **options)
+    answers = group.results(others(victim))
+    check(answers, victim)
+    return answers
 
 
 def rebuild(survivors: list[int], executor: str) -> None:
@@ -148,33 +157,23 @@ def test_a_rank_that_has_closed_its_pipeline_and_lives_is_named_at_once(
 
 
 @BOTH
-@pytest.mark.parametrize(("victim", "when"), [(0, "first step"), (2, "later step"), (3, "between steps")])
-def test_killed(victim: int, when: str, executor: str, tmp_path: Path) -> None:
-    at_call = {"first step": 3, "later step": 2 * COUNT + 3, "between steps": -1}[when]
-    schedule = "1f1b" if victim else "dualpipev"
-    with ranks(SIZE) as group:
-        arguments = (victim, at_call, int(signal.SIGKILL), str(tmp_path / "note"), executor, schedule, 60.0, 3)
-        group.start(train_until, *arguments)
-        check(group.results(others(victim)), victim)
-        if when == "later step":
+@pytest.mark.parametrize(
+    ("victim", "at_call", "host", "options"),
+    [
+        (0, 3, "parent", {"schedule": "dualpipev"}),  # in the first step
+        (2, 2 * COUNT + 3, "parent", {}),
+        (3, -1, "parent", {}),  # between steps
+        (2, 2 * COUNT + 3, "parent", {"transport": "process_group_coalesced"}),
+        # started by hand, rank 0 holds the store: with it the others lose their control plane, too
+        (0, COUNT + 3, "first", {}),
+    ],
+)
+def test_killed(victim: int, at_call: int, host: str, options: Any, executor: str, tmp_path: Path) -> None:
+    with ranks(SIZE, host=host) as group:
+        lose(group, victim, at_call, tmp_path / "note", executor=executor, **options)
+        if victim == 2 and not options:
             group.start(rebuild, others(victim), executor)
             group.results(others(victim))
-
-
-@BOTH
-def test_killed_where_transfers_are_coalesced(executor: str, tmp_path: Path) -> None:
-    with ranks(SIZE) as group:
-        arguments = (2, 2 * COUNT + 3, int(signal.SIGKILL), str(tmp_path / "note"), executor, "1f1b", 60.0, 3)
-        group.start(train_until, *arguments, transport="process_group_coalesced")
-        check(group.results(others(2)), 2)
-
-
-@BOTH
-def test_killed_with_the_store(executor: str, tmp_path: Path) -> None:
-    """Started by hand, rank 0 holds the store: with it the others lose their control plane, too."""
-    with ranks(SIZE, host="first") as group:
-        group.start(train_until, 0, COUNT + 3, int(signal.SIGKILL), str(tmp_path / "note"), executor, "1f1b", 60.0, 3)
-        check(group.results(others(0)), 0)
 
 
 def hear_of_losses(closes: bool) -> list[int | None]:
@@ -235,40 +234,28 @@ def test_who_never_begins_keeps_nobody_waiting(executor: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("executor", "victim", "when"),
-    # between steps only the control plane waits, and it knows nothing of executors
-    [("native", 3, "in a step"), ("python", 3, "in a step"), ("python", 0, "between steps")],
+    ("executor", "victim", "at_call", "host"),
+    [
+        ("native", 3, COUNT + 3, "parent"),
+        ("python", 3, COUNT + 3, "parent"),
+        # between steps only the control plane waits, and it knows nothing of executors
+        ("python", 0, -1, "parent"),
+        # started by hand, rank 0 holds the store: stopped, it does not answer who wants to tell the others of it
+        ("python", 0, COUNT + 3, "first"),
+    ],
 )
-def test_silent(victim: int, when: str, executor: str, tmp_path: Path) -> None:
+def test_silent(executor: str, victim: int, at_call: int, host: str, tmp_path: Path) -> None:
     """A stopped process is alive and says nothing: after the timeout the others give up."""
     if executor == "native":
         skip_without_native()
-    at_call, timeout = (COUNT + 3 if when == "in a step" else -1), 3.0
-    with ranks(SIZE) as group:
-        note = str(tmp_path / "note")
-        group.start(train_until, victim, at_call, int(signal.SIGSTOP), note, executor, "1f1b", timeout, 3)
-        check(group.results(others(victim)), victim)
-
-
-def test_silent_with_the_store(tmp_path: Path) -> None:
-    """Started by hand, rank 0 holds the store: stopped, it does not answer who wants to tell the others of it."""
-    timeout = 3.0
-    with ranks(SIZE, host="first") as group:
-        note = str(tmp_path / "note")
-        group.start(train_until, 0, COUNT + 3, int(signal.SIGSTOP), note, "python", "1f1b", timeout, 3)
-        check(group.results(others(0)), 0)
+    with ranks(SIZE, host=host) as group:
+        lose(group, victim, at_call, tmp_path / "note", number=signal.SIGSTOP, executor=executor, timeout=3.0)
 
 
 def train_unwatched(victim: int, note: str) -> dict[str, Any]:
     """Runs on every rank, where the kernel grants no process descriptors."""
-
-    def denied(*_: Any) -> int:
-        raise PermissionError("pidfd_open")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "pidfd_open", denied)
-        found = train_until(victim, COUNT + 3, int(signal.SIGKILL), note, "python", "1f1b", PATIENCE, 3)
-    return found
+    with mock.patch.object(os, "pidfd_open", side_effect=PermissionError("pidfd_open")):
+        return train_until(victim, COUNT + 3, note, executor="python", timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -25,7 +25,7 @@ from fastpipe import Pipeline
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.page import write_block
-from tests.distributed.ranks import GroupOf, ranks
+from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for, train_and_compare
 from tests.runtime.models import CASES
@@ -67,8 +67,7 @@ def in_sizes(numbers: Sequence[int], executor: str, transport: str) -> list[tupl
 
 
 @pytest.mark.parametrize(
-    ("executor", "transport", "numbers"),
-    [("native", "shared_memory", ALL), ("native", "process_group", ON_ONE_HOST)],
+    ("executor", "transport", "numbers"), [("native", "shared_memory", ALL), ("native", "process_group", ON_ONE_HOST)]
 )
 def test_one_to_eight_ranks_paused_and_resumed_at_random(
     executor: str, transport: str, numbers: Sequence[int], group_of: GroupOf
@@ -122,8 +121,10 @@ def fewest_threads(expected: int, seconds: float) -> int:
     return fewest
 
 
-def dropped(executor: str, transport: str) -> tuple[list[int], list[int]]:
-    """Runs on every rank: its threads, and its descriptors, as pipelines come and go; one of them fails."""
+@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
+@on_ranks(2)
+def test_pipelines_that_are_dropped_leave_no_threads(transport: str, executor: str) -> None:
+    """Nor descriptors; one of them fails. A process group's threads look for messages a hundred times a second."""
     gc.collect()
     gc.disable()
     case, threads, files = CASES["plain"], [], []
@@ -140,72 +141,57 @@ def dropped(executor: str, transport: str) -> tuple[list[int], list[int]]:
         gc.collect()  # descriptors may be in cycles
         files.append(len(os.listdir("/proc/self/fd")))
     gc.enable()
-    return threads, files
+    assert max(threads) == threads[0] and max(files) == files[0], (threads, files)
 
 
-@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
-def test_pipelines_that_are_dropped_leave_no_threads(transport: str, executor: str, group_of: GroupOf) -> None:
-    """Those of a process group look for messages a hundred times a second, each."""
-    for threads, files in group_of(2).run(dropped, executor, transport):
-        assert max(threads) == threads[0] and max(files) == files[0]
+def endure(what: str, executor: str, transport: str, number: int) -> list[Held]:
+    """Runs on every rank: what it holds after some of many steps, or pipelines with a step each, and after all.
 
-
-def many_steps(executor: str, transport: str, number: int) -> list[Held]:
-    """Runs on every rank, whose process may have trained before: what it holds after some steps, and after all."""
-    torch.manual_seed(0)
-    layers: list[torch.nn.Module] = [torch.nn.Linear(64, 64) for _ in range(4)]
-    pipe = Pipeline(layers, "1f1b", 2, CASES["plain"].loss_fn, executor=executor, transport=transport, num_ranks=2)
-    x, y = torch.randn(64, 64), torch.randn(64, 64)
-    found, seconds, some = [], array("d", bytes(8 * number)), number // 5
-    for step in range(number):
-        start = time.perf_counter()
-        pipe.step(x, target=y)
-        seconds[step] = time.perf_counter() - start
-        if step in (2 * some, number - 1):
-            found.append(Held.now(seconds[step - some : step]))
-    return found
-
-
-def many_pipelines(executor: str, transport: str, number: int) -> list[Held]:
-    """Runs on every rank: what it holds after some pipelines have come and gone, each after a step, and after all."""
+    Its process may have trained before.
+    """
     torch.manual_seed(0)
     x, y = torch.randn(64, 64), torch.randn(64, 64)
+
+    def made() -> Pipeline:
+        layers: list[torch.nn.Module] = [torch.nn.Linear(64, 64) for _ in range(4)]
+        options: dict[str, Any] = {"executor": executor, "transport": transport, "num_ranks": 2}
+        return Pipeline(layers, "1f1b", 2, CASES["plain"].loss_fn, **options)
+
+    pipe = made() if what == "steps" else None
     found, seconds, some = [], array("d", bytes(8 * number)), number // 5
     for count in range(number):
         start = time.perf_counter()
-        layers: list[torch.nn.Module] = [torch.nn.Linear(64, 64) for _ in range(4)]
-        pipe = Pipeline(layers, "1f1b", 2, CASES["plain"].loss_fn, executor=executor, transport=transport, num_ranks=2)
-        pipe.step(x, target=y)
-        del pipe, layers
+        (pipe or made()).step(x, target=y)
         seconds[count] = time.perf_counter() - start
         if count in (2 * some, number - 1):
-            gc.collect()
-            fewest_threads(found[0].threads if found else 0, 1.0)
+            if pipe is None:
+                gc.collect()
+                fewest_threads(found[0].threads if found else 0, 1.0)
             found.append(Held.now(seconds[count - some : count]))
     return found
 
 
-def nightly(number: int) -> Any:
-    return pytest.param(number, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])
+NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 
-@pytest.mark.parametrize("number", [250, nightly(20_000)])
+@pytest.mark.parametrize(
+    ("what", "number", "kilobytes"),
+    [
+        ("steps", 250, 3000),
+        pytest.param("steps", 20_000, 3000, marks=NIGHTLY),
+        ("pipelines", 10, 3200),
+        pytest.param("pipelines", 500, 13_000, marks=NIGHTLY),
+    ],
+)
 @pytest.mark.parametrize(("executor", "transport"), WAYS)
-def test_nothing_grows_in_many_steps(executor: str, transport: str, number: int, group_of: GroupOf) -> None:
+def test_nothing_grows(
+    executor: str, transport: str, what: str, number: int, kilobytes: int, group_of: GroupOf
+) -> None:
     """One microbatch's activations kept at every step would be over 6 MB. What earlier tests left may go meanwhile."""
     skip_without_native()
-    for before, after in group_of(2).run(many_steps, executor, transport, number, timeout=3000):
+    for before, after in group_of(2).run(endure, what, executor, transport, number, timeout=3000):
         assert max(before.grown(after)) <= 0, (before, after)
-        assert after.resident - before.resident < 3000
-
-
-@pytest.mark.parametrize("number", [10, nightly(500)])
-@pytest.mark.parametrize(("executor", "transport"), WAYS)
-def test_nothing_grows_in_many_constructions(executor: str, transport: str, number: int, group_of: GroupOf) -> None:
-    skip_without_native()
-    for before, after in group_of(2).run(many_pipelines, executor, transport, number, timeout=3000):
-        assert max(before.grown(after)) <= 0, (before, after)
-        assert after.resident - before.resident < 3000 + 20 * number
+        assert after.resident - before.resident < kilobytes
 
 
 def test_a_layer_that_keeps_its_exception_keeps_no_pipeline(executor: str, group_of: GroupOf) -> None:
@@ -220,10 +206,11 @@ def write_table() -> None:
         "median of a fifth of them, before and at the end |",
         "|---|---|---|---|",
     ]
-    for function, what, number in ((many_steps, "steps", 20_000), (many_pipelines, "pipelines, one step each", 500)):
+    for what, number in (("steps", 20_000), ("pipelines, one step each", 500)):
         for executor, transport in WAYS:
             with ranks(2) as group:
-                (before, after), *_ = group.run(function, executor, transport, number, timeout=3000)
+                kind = what.partition(",")[0]
+                (before, after), *_ = group.run(endure, kind, executor, transport, number, timeout=3000)
             lines.append(
                 f"| {number:,} {what}: {executor}, {transport} | {' '.join(f'{n:+d}' for n in before.grown(after))} | "
                 f"{(after.resident - before.resident) / 1024:+.1f} MiB | "

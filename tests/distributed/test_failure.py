@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from fastpipe import StepError
 from fastpipe.runtime.step import steps
-from tests.conftest import BOTH, WAYS, skip_without_native
-from tests.distributed.ranks import GroupOf, ranks
+from tests.conftest import WAYS
+from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.distributed.test_step import batch, caught, pipeline
 from tests.patience import PATIENCE
 from tests.runtime.faults import Boom, FaultyTraining, Scenario
@@ -52,52 +52,41 @@ def check(answers: list[dict[str, Any]], scenario: Scenario) -> None:
 
 
 # All combinations for one stage; of the others, a forward in the step that announces and a backward in a later one.
-SCENARIOS = [("1f1b", 2, False, 2), ("1f1b", 2, True, 0)]
-SCENARIOS += [
+BY_BOTH = [("1f1b", 2, False, 2), ("1f1b", 2, True, 0)]
+SCENARIOS = [
     (schedule, stage, backward, 2 * backward)
     for schedule, stage in (("1f1b", 2), ("1f1b", 0), ("1f1b", -1), ("dualpipev", 3), ("dualpipe", 0))
     for backward in (False, True)
 ]
 
 
-def executors_of(number: int) -> list[str]:
-    """Both for the first two, one in turn for the others."""
-    return ["native", "python"] if number < 2 else [("native", "python")[number // 2 % 2]]
-
-
-# Over shared memory the transport alone is another.
+# Over other transports these alone are others.
 SHARED = [("1f1b", 2, False, 0), ("1f1b", 2, True, 2), ("dualpipev", 3, False, 2), ("dualpipev", 3, True, 0)]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stage", "backward", "step", "executor"),
-    [(*scenario, executor) for number, scenario in enumerate(SCENARIOS) for executor in executors_of(number)],
+    ("schedule", "stage", "backward", "step", "executor", "transport"),
+    [
+        *((*one, way, "process_group") for one in BY_BOTH for way in ("native", "python")),
+        *((*one, ("native", "python")[number // 2 % 2], "process_group") for number, one in enumerate(SCENARIOS, 2)),
+        *((*one, "native", "shared_memory") for one in SHARED),
+        *((*one, way, "process_group_coalesced") for one in SHARED[1:3] for way in ("native", "python")),
+    ],
     indirect=["executor"],
 )
 def test_everybody_learns_of_it(
-    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: GroupOf
+    schedule: str, stage: int, backward: bool, step: int, executor: str, transport: str, group_of: GroupOf
 ) -> None:
     scenario = Scenario(schedule, stage, 1, step, backward, executor)
-    check(group_of(4).run(fail_and_recover, scenario, "process_group"), scenario)
+    check(group_of(4).run(fail_and_recover, scenario, transport), scenario)
 
 
-@pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SHARED)
-def test_over_shared_memory_too(schedule: str, stage: int, backward: bool, step: int, group_of: GroupOf) -> None:
-    skip_without_native()
-    scenario = Scenario(schedule, stage, 1, step, backward, "native")
-    check(group_of(4).run(fail_and_recover, scenario, "shared_memory"), scenario)
+# Over shared memory the transport alone is another.
 
 
-@BOTH
-@pytest.mark.parametrize(("schedule", "stage", "backward", "step"), SHARED[1:3])
-def test_in_operations_of_several_transfers_too(
-    schedule: str, stage: int, backward: bool, step: int, executor: str, group_of: GroupOf
-) -> None:
-    scenario = Scenario(schedule, stage, 1, step, backward, executor)
-    check(group_of(4).run(fail_and_recover, scenario, "process_group_coalesced"), scenario)
-
-
-def lack_memory(transport: str, executor: str) -> list[Any]:
+@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
+@on_ranks(2)
+def test_a_rank_that_cannot_prepare_a_program_leaves_nobody_waiting(transport: str, executor: str) -> None:
     """Two steps with a new number of microbatches, for which rank 1 gets no memory."""
     pipe = pipeline(executor, transport=transport)
     x, y = batch()
@@ -108,17 +97,10 @@ def lack_memory(transport: str, executor: str) -> list[Any]:
 
     if pipe.rank == 1:
         pipe._steps.ranks.prepare = prepare
-    return [caught(lambda: pipe.step(x, target=y, num_microbatches=3)) for _ in range(2)]
-
-
-@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
-def test_a_rank_that_cannot_prepare_a_program_leaves_nobody_waiting(
-    transport: str, executor: str, group_of: GroupOf
-) -> None:
-    for answers in group_of(2).run(lack_memory, transport, executor):
-        for kind, text, rank in answers:
-            assert (kind, rank) == ("StepError", 1)
-            assert "rank 1: MemoryError: there is no more; " in text
+    for _ in range(2):
+        with pytest.raises(StepError, match="rank 1: MemoryError: there is no more; ") as raised:
+            pipe.step(x, target=y, num_microbatches=3)
+        assert raised.value.rank == 1
 
 
 def fail_outside(place: str, executor: str, transport: str) -> dict[str, Any]:

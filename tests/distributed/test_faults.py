@@ -4,8 +4,6 @@ python -m tests.distributed.test_faults [SECONDS]    writes the table in docs/re
                                                      this time, or of all
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Forked children of a rank: they let go of what it shares with the others, and the ranks go on."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

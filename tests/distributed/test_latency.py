@@ -1,8 +1,5 @@
 """How soon ranks learn of a failure, as medians: of an idle machine, so in the nightly alone."""
 
-from __future__ import annotations
-
-import signal
 import statistics
 from pathlib import Path
 
@@ -10,7 +7,7 @@ import pytest
 
 from tests.conftest import BOTH, WAYS
 from tests.distributed.ranks import GroupOf, ranks
-from tests.distributed.test_death import COUNT, SIZE, others, train_until
+from tests.distributed.test_death import COUNT, SIZE, lose
 from tests.runtime.faults import FaultyTraining, Scenario
 
 pytestmark = pytest.mark.nightly
@@ -25,9 +22,9 @@ def test_a_killed_rank(transport: str, executor: str, tmp_path: Path) -> None:
     seconds = []
     for number in range(REPEATS):
         with ranks(SIZE) as group:
-            arguments = (2, 2 * COUNT + 3, int(signal.SIGKILL), str(tmp_path / str(number)), executor, "1f1b", 60.0, 3)
-            group.start(train_until, *arguments, transport=transport)
-            seconds.append(max(answer["seconds"] for answer in group.results(others(2))))
+            note = tmp_path / str(number)
+            answers = lose(group, 2, 2 * COUNT + 3, note, executor=executor, transport=transport)
+            seconds.append(max(answer["seconds"] for answer in answers))
     assert statistics.median(seconds) < SECONDS, seconds
 
 

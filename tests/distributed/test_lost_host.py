@@ -1,7 +1,5 @@
 """A host that vanishes without a word: the others say so within seconds, and nobody waits on for its messages."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -14,11 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from fastpipe import Pipeline
-from tests.conftest import BOTH, paired
+from tests.conftest import BOTH, executors_in_turn
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
 from tests.distributed.test_death import COUNT, SIZE, check, others, report
@@ -85,9 +82,7 @@ def train(victim: int, note: Path, executor: str, hosts: str) -> dict[str, Any]:
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize(
-    ("victim", "hosts", "executor"), paired([(3, "aaab"), (1, "abcd"), (0, "abbb")]), indirect=["executor"]
-)
+@executors_in_turn("victim, hosts", [(3, "aaab"), (1, "abcd"), (0, "abbb")])
 def test_nobody_waits_for_a_host_that_has_vanished(victim: int, hosts: str, executor: str, tmp_path: Path) -> None:
     with ranks(SIZE) as group:
         group.start(train, victim, tmp_path / "note", executor, hosts)

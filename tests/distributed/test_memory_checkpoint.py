@@ -1,7 +1,5 @@
 """Copies in memory of several processes: on the own host and on others, fetched by whoever lost its host."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -15,10 +13,11 @@ import torch.distributed as dist
 from fastpipe import MemoryCheckpoint, save_checkpoint
 from fastpipe.runtime.memory_checkpoint import _holders
 from tests.distributed.hosts import on_hosts
-from tests.distributed.meshes import mesh
+from tests.distributed.meshes import mesh_and_replica
+from tests.distributed.ranks import GroupOf
 from tests.distributed.test_sharded_training import sharded
 from tests.distributed.test_sharded_training import train as train_sharded
-from tests.distributed.test_step import GroupOf, caught
+from tests.distributed.test_step import caught
 from tests.runtime.test_checkpoint import adamw, all_same, fresh, pipeline, train, uninterrupted
 from tests.runtime.test_memory_checkpoint import spoil
 
@@ -126,8 +125,7 @@ def test_copies_of_other_layers_are_not_used(group_of: GroupOf, tmp_path: Path) 
 
 def go_on_sharded(folder: str, schedule: str) -> list[bool]:
     """Two replicas that `fully_shard` has sharded: each process has a copy of its shards."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     pipe, optimizer = sharded(schedule, "python", over)
     memory = MemoryCheckpoint(pipe, optimizer, name="shards", folder=folder)
     for step in range(2):

@@ -29,10 +29,9 @@ from fastpipe.runtime import construction
 from fastpipe.runtime.model import cuts
 from fastpipe.runtime.stage.boundary import to_tensors
 from fastpipe.testing import reference_step
-from tests.distributed.ranks import Ranks, ranks
+from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.runtime.checks import same_bits
 
-GroupOf = Callable[[int], Ranks]
 WIDTH, LAYERS, MICROBATCHES = 8, 4, 4
 
 
@@ -136,7 +135,16 @@ class Leave(nn.Module):
         return (part + same).full_tensor() + total
 
 
-def sequences(schedule: str, executor: str) -> None:
+class InOrder(nn.Sequential):
+    def forward(self, x: Any) -> Any:
+        for layer in self:
+            x = layer(*x) if isinstance(x, tuple) else layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("schedule", "executor"), [("zbv", "native"), ("interleaved_1f1b", "python")])
+@on_ranks(4)
+def test_dtensors_between_stages(schedule: str, executor: str) -> None:
     """On four ranks: stages that hand on parts of sequences."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
 
@@ -159,18 +167,6 @@ def sequences(schedule: str, executor: str) -> None:
         to_tensors(spread, {}, 0, mesh=mesh["pp"])
     with pytest.raises(ValueError, match="stage 3 returned a DTensor with the placement P"):
         to_tensors(DTensor.from_local(x, mesh["tp"], [Partial()]), {}, 3, mesh=mesh)
-
-
-class InOrder(nn.Sequential):
-    def forward(self, x: Any) -> Any:
-        for layer in self:
-            x = layer(*x) if isinstance(x, tuple) else layer(x)
-        return x
-
-
-@pytest.mark.parametrize(("schedule", "executor"), [("zbv", "native"), ("interleaved_1f1b", "python")])
-def test_dtensors_between_stages(group_of: GroupOf, schedule: str, executor: str) -> None:
-    group_of(4).run(sequences, schedule, executor)
 
 
 class Attention(nn.Module):
@@ -311,9 +307,10 @@ def test_replicas_of_experts_in_distributed_data_parallel(group_of: GroupOf, sch
     group_of(8).run(replicated, "ep", schedule, "data_parallel")
 
 
-def tools(folder: str) -> None:
-    """On four ranks: what reads or writes gradients and parameters of a whole mesh."""
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+@on_ranks(4)
+def test_tools_take_the_whole_mesh(tmp_path: Path) -> None:
+    """What reads or writes gradients and parameters."""
+    mesh, folder = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp")), tmp_path / "saved"
     made = Pipeline(layers(mesh), "zbv", MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
     x, y = batch(0)
     parity = check_parity(made, nn.Sequential(*layers(mesh)), (x, y))
@@ -351,34 +348,23 @@ def tools(folder: str) -> None:
         made.clip_grad_norm_(1.0)
 
 
-def test_tools_take_the_whole_mesh(group_of: GroupOf, tmp_path: Path) -> None:
-    group_of(4).run(tools, str(tmp_path / "saved"))
-
-
-def refused(names: tuple[str, str], given: dict[str, Any]) -> str:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    given = {name: dist.group.WORLD if value == "world" else value for name, value in given.items()}
-    made = layers(mesh) if "data_parallel" in given else [Mlp() for _ in range(2)]
-    try:
-        Pipeline(made, "1f1b", 2, nn.functional.mse_loss, mesh=mesh, timeout=60, **given)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize(
     ("names", "given", "says"),
     [
-        (("pipe", "tp"), {}, "mesh has dimensions ('pipe', 'tp')"),
+        (("pipe", "tp"), {}, r"mesh has dimensions \('pipe', 'tp'\)"),
         (("pp", "tp"), {"group": "world"}, "mesh and group: both name"),
         (("pp", "tp"), {"overlap": "always"}, "stages run collectives over tp"),
         (("pp", "dp_replicate"), {}, "mesh has 2 replicas of stage"),
         (("pp", "tp"), {"data_parallel": "world"}, "and 4 more are DTensors, which DistributedDataParallel does not"),
     ],
 )
-def test_meshes_that_are_refused(group_of: GroupOf, names: tuple[str, str], given: dict[str, Any], says: str) -> None:
-    answers = group_of(4).run(refused, names, given)
-    assert all(says in answer for answer in answers), answers
+@on_ranks(4)
+def test_meshes_that_are_refused(names: tuple[str, str], given: dict[str, Any], says: str) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    given = {name: dist.group.WORLD if value == "world" else value for name, value in given.items()}
+    made = layers(mesh) if "data_parallel" in given else [Mlp() for _ in range(2)]
+    with pytest.raises((ValueError, RuntimeError), match=says):
+        Pipeline(made, "1f1b", 2, nn.functional.mse_loss, mesh=mesh, timeout=60, **given)
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -387,7 +373,8 @@ def said(call: Callable[[], Any]) -> str:
     return str(raised.value)
 
 
-def differing() -> None:
+@on_ranks(4)
+def test_pipelines_of_a_mesh_must_be_the_same() -> None:
     """On four ranks: pipelines of a mesh that are not given the same. Their collectives would be matched, wrongly."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     part = mesh["tp"].get_local_rank()
@@ -420,11 +407,8 @@ def differing() -> None:
     assert "layers 0-2 | 3" in cut, cut
 
 
-def test_pipelines_of_a_mesh_must_be_the_same(group_of: GroupOf) -> None:
-    group_of(4).run(differing)
-
-
-def refusing_together() -> None:
+@on_ranks(4)
+def test_all_pipelines_of_a_mesh_refuse_what_one_is_given() -> None:
     """On four ranks: one pipeline's ranks are given different batches, and the other's, of another batch, go on."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     made: list[nn.Module] = [Mlp() for _ in range(LAYERS)]
@@ -439,11 +423,9 @@ def refusing_together() -> None:
     assert bool(pipe.step(x, target=y).loss > 0)
 
 
-def test_all_pipelines_of_a_mesh_refuse_what_one_is_given(group_of: GroupOf) -> None:
-    group_of(4).run(refusing_together)
-
-
-def differing_replicas(wrap: str) -> None:
+@pytest.mark.parametrize("wrap", ["data_parallel", "fully_shard"])
+@on_ranks(4)
+def test_replicas_must_be_the_same(wrap: str) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     replica = mesh["dp"].get_local_rank()
 
@@ -472,11 +454,6 @@ def differing_replicas(wrap: str) -> None:
             assert "within 3 s" in text, text
         else:
             pipe.replan(pipe.schedule)
-
-
-@pytest.mark.parametrize("wrap", ["data_parallel", "fully_shard"])
-def test_replicas_must_be_the_same(group_of: GroupOf, wrap: str) -> None:
-    group_of(4).run(differing_replicas, wrap)
 
 
 def test_a_mesh_is_a_mesh() -> None:

@@ -1,7 +1,6 @@
 """Stages on the meta device, each process with the memory of its own stages only."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fastpipe
 from fastpipe import Pipeline
-from fastpipe.testing import reference_step
 from tests.distributed.meshes import whole_grad
-from tests.distributed.ranks import Ranks
-from tests.distributed.test_step import caught
-from tests.runtime.checks import assert_same, same_bits
-from tests.runtime.decoders import decoder, padded_batch
+from tests.distributed.ranks import GroupOf, on_ranks
+from tests.distributed.test_step import caught, refuses
+from tests.runtime.checks import same_bits
+from tests.runtime.decoders import assert_like, decoder
 from tests.runtime.meta_models import (
     COUNT,
     WIDTH,
@@ -37,82 +35,60 @@ from tests.runtime.meta_models import (
     whole_model,
 )
 
-GroupOf = Callable[[int], Ranks]
-
 
 def sgd(pipe: Pipeline) -> torch.optim.Optimizer:
     return torch.optim.SGD(pipe.parameters(), lr=0.1)
 
 
-def initialised(schedule: str, executor: str) -> dict[str, int]:
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipe"])
+@on_ranks(2)
+def test_initialised_stages_train_like_the_unsplit_model(schedule: str, executor: str) -> None:
     made = on_meta()
     pipe = Pipeline(made, schedule, COUNT, loss_fn, partition="parameters", executor=executor)
     optimizer = sgd(pipe)
-    first = caught(lambda: step(pipe, batch()))
+    with pytest.raises(ValueError, match="on the meta device"):
+        step(pipe, batch())
     pipe.to_empty()
     initialise_stages(pipe)
     assert_trains_like(pipe, whole_model(), optimizer)
     own = {id(parameter) for parameter in pipe.parameters()}
     others = [parameter for layer in made for parameter in layer.parameters() if id(parameter) not in own]
     assert all(parameter.is_meta for parameter in others)
-    return {"held": num_bytes(made), "own": num_bytes(pipe.stage_modules.values()), "first": first}  # type: ignore[dict-item]
+    held = num_bytes(made)
+    assert held == num_bytes(pipe.stage_modules.values())
+    assert held < num_bytes([whole_model()]) or schedule == "dualpipe"
 
 
-@pytest.mark.parametrize("schedule", ["zbv", "dualpipe"])
-def test_initialised_stages_train_like_the_unsplit_model(schedule: str, executor: str, group_of: GroupOf) -> None:
-    zero, one = group_of(2).run(initialised, schedule, executor)
-    whole = num_bytes([whole_model()])
-    for answer in (zero, one):
-        assert answer["held"] == answer["own"] and (answer["own"] < whole or schedule == "dualpipe")
-        assert answer["first"][0] == "ValueError" and "on the meta device" in answer["first"][1]
-
-
-def loaded(schedule: str, folder: str, saves: bool) -> int:
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+@on_ranks(2)
+def test_loaded_stages_train_like_the_unsplit_model(schedule: str, tmp_path: Path) -> None:
     whole = whole_model()
-    if saves:
-        fastpipe.save_checkpoint(folder, Pipeline(whole_model(), "1f1b", COUNT, loss_fn))
+    fastpipe.save_checkpoint(tmp_path / "saved", Pipeline(whole_model(), "1f1b", COUNT, loss_fn))
     made = on_meta()
     pipe = Pipeline(made, schedule, COUNT, loss_fn)
-    fastpipe.load_checkpoint(folder, pipe)
+    fastpipe.load_checkpoint(tmp_path / "saved", pipe)
     for module in (module for stage in pipe.stage_modules.values() for module in stage.modules()):
         if isinstance(module, Rotated):
             module.compute_angles()
     assert_trains_like(pipe, whole, sgd(pipe))
-    return num_bytes(made)
+    assert num_bytes(made) < num_bytes([whole_model()])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
-def test_loaded_stages_train_like_the_unsplit_model(schedule: str, group_of: GroupOf, tmp_path: Path) -> None:
-    held = group_of(2).run(loaded, schedule, str(tmp_path / "saved"), True)
-    assert max(held) < num_bytes([whole_model()])
-
-
-def one_of_two() -> dict[str, Any]:
+@on_ranks(2)
+def test_one_rank_on_meta() -> None:
     """Only the second rank builds on meta, and it initialises only later, and too little."""
     rank = dist.get_rank()
     made = on_meta(lambda: layers(tied=False)) if rank else list(whole_model(tied=False))
     pipe = Pipeline(made, "1f1b", COUNT, loss_fn)
-    answers: dict[str, Any] = {"before": caught(lambda: step(pipe, batch()))}
+    refuses(lambda: step(pipe, batch()), "on the meta device", on=1)
     pipe.to_empty()
-    answers["empty"] = caught(lambda: step(pipe, batch()))
+    refuses(lambda: step(pipe, batch()), "have no values", on=1)
     if rank:
         initialise_stages(pipe)
     assert_trains_like(pipe, whole_model(tied=False), sgd(pipe))
-    answers["data_parallel"] = caught(
-        lambda: Pipeline(on_meta(), "1f1b", COUNT, loss_fn, data_parallel=dist.group.WORLD)
-    )
-    return answers
-
-
-def test_one_rank_on_meta(group_of: GroupOf) -> None:
-    zero, one = group_of(2).run(one_of_two)
-    assert one["before"][0] == one["empty"][0] == one["data_parallel"][0] == "ValueError"
-    assert zero["before"][0] == zero["empty"][0] == "StepError"
-    assert "rank 1" in zero["before"][1] and "on the meta device" in zero["before"][1]
-    assert "have no values" in zero["empty"][1]
-    assert "data_parallel: stage 0 is" in zero["data_parallel"][1]
-    assert "data_parallel: stage 1 is on the meta device" in one["data_parallel"][1]
-    assert "fully_shard" in one["data_parallel"][1]
+    said = "stage 1 is on the meta device.*fully_shard" if rank else "stage 0 is"
+    with pytest.raises(ValueError, match=f"data_parallel: {said}"):
+        Pipeline(on_meta(), "1f1b", COUNT, loss_fn, data_parallel=dist.group.WORLD)
 
 
 class Mlp(nn.Module):
@@ -136,39 +112,34 @@ def spread(kind: str, mesh: Any, on: str) -> list[nn.Module]:
     return made
 
 
-def over_a_mesh(kind: str, schedule: str, folder: str) -> int:
-    """Four ranks: a checkpoint of layers with values, loaded into layers on meta; then the same by assignment."""
+@pytest.mark.parametrize(("kind", "schedule"), [("dp", "1f1b"), ("tp", "zbv")])
+@on_ranks(4)
+def test_sharded_and_spread_stages(kind: str, schedule: str, tmp_path: Path) -> None:
+    """A checkpoint of layers with values, loaded into layers on meta; then the same by assignment."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", kind))
     options: Any = {"mesh": mesh} if kind == "tp" else {"group": mesh["pp"]}
     options |= {"num_microbatches": 4, "loss_fn": nn.functional.mse_loss, "schedule": schedule}
     ready = Pipeline(spread(kind, mesh, "cpu"), **options)
-    fastpipe.save_checkpoint(folder, ready)
+    fastpipe.save_checkpoint(tmp_path / "saved", ready)
     generator = torch.Generator().manual_seed(dist.get_rank() % 2 if kind == "dp" else 0)
     x, y = torch.randn(2, 9, 3, WIDTH, generator=generator)
     expected = ready.step(x, target=y)
-    count = 0
     for how in ("load", "assign"):
         made = spread(kind, mesh, "meta")
         pipe = Pipeline(made, **options)
         if how == "load":
-            fastpipe.load_checkpoint(folder, pipe)
+            fastpipe.load_checkpoint(tmp_path / "saved", pipe)
         else:
             pipe.load_state_dict(ready.state_dict(), assign=True)
         assert same_bits(pipe.step(x, target=y).loss, expected.loss)
-        for (name, found), (_, parameter) in zip(pipe.named_parameters(), ready.named_parameters(), strict=True):
+        pairs = list(zip(pipe.named_parameters(), ready.named_parameters(), strict=True))
+        assert len(pairs) == 12
+        for (name, found), (_, parameter) in pairs:
             assert isinstance(found, DTensor) == isinstance(parameter, DTensor) and not found.is_meta
             grads = whole_grad(found), whole_grad(parameter)
             assert grads[0] is not None and grads[1] is not None and same_bits(*grads), name
-            count += 1
         own = {id(parameter) for parameter in pipe.parameters()}
         assert all(p.is_meta for layer in made for p in layer.parameters() if id(p) not in own)
-    return count
-
-
-@pytest.mark.parametrize(("kind", "schedule"), [("dp", "1f1b"), ("tp", "zbv")])
-def test_sharded_and_spread_stages(kind: str, schedule: str, group_of: GroupOf, tmp_path: Path) -> None:
-    dp = "dp" if kind == "dp" else "tp"
-    assert group_of(4).run(over_a_mesh, dp, schedule, str(tmp_path / "saved")) == [2 * 12] * 4
 
 
 def from_files(kind: str, folder: str) -> int:
@@ -181,14 +152,8 @@ def from_files(kind: str, folder: str) -> int:
     options = {"loss_reduction": layers.num_tokens}
     pipe = Pipeline(layers, "zbv" if kind == "gpt2" else "1f1b", 4, layers.loss_fn, **options)
     fastpipe.load_safetensors(folder, pipe)
-    ids, mask, labels = padded_batch(9)
-    result = pipe.step(ids, attention_mask=mask, target=labels)
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, config=config).train()
-    reference = reference_step(
-        whole, (ids, labels), pipe.schedule, layers.loss_fn, kwargs={"attention_mask": mask}, ties=pipe._ties, **options
-    )
-    reference.outputs = [output.logits for output in reference.outputs]
-    assert_same(pipe, result, whole, reference)
+    assert_like(pipe, whole, 9)
     assert num_bytes([model]) == num_bytes(pipe.stage_modules.values())
     return num_bytes([model])
 

@@ -1,8 +1,5 @@
 """Ranks on several hosts: shared memory within each, process groups between them, in one step of one program."""
 
-from __future__ import annotations
-
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +12,8 @@ from fastpipe import Pipeline
 from fastpipe.runtime import native
 from fastpipe.runtime.transport import selection as between
 from tests.distributed.hosts import on_hosts
-from tests.distributed.ranks import GroupOf, ranks
-from tests.distributed.test_death import COUNT, SIZE, others, train_until
-from tests.distributed.test_death import check as check_death
+from tests.distributed.ranks import GroupOf, on_ranks, ranks
+from tests.distributed.test_death import COUNT, SIZE, lose
 from tests.distributed.test_failure import check, fail_and_recover
 from tests.runtime.checks import same_bits, train_and_compare
 from tests.runtime.faults import Scenario
@@ -130,24 +126,16 @@ def test_a_host_where_it_is_forbidden_does_without(group_of: GroupOf) -> None:
     assert all("(no shared memory: rank 3: shared memory: not permitted)" in text for text in one)
 
 
-def many_steps(hosts: str) -> list[bool]:
-    """Runs on every rank: training and evaluation by turns, with inputs of several sizes, large ones among them."""
-    case = CASES["plain"]
+@on_ranks(4)
+def test_sizes_and_kinds_of_steps_change() -> None:
+    """Training and evaluation by turns, with inputs of several sizes, large ones among them."""
     layers = [torch.nn.Linear(64, 64) for _ in range(2 * SIZE)]
-    with on_hosts(hosts):
-        pipe = Pipeline(layers, "interleaved_1f1b", COUNT, case.loss_fn)
-    alike = []
+    with on_hosts(TWO_AND_TWO):
+        pipe = Pipeline(layers, "interleaved_1f1b", COUNT, CASES["plain"].loss_fn)
     for rows in (COUNT, 3000, 16, 6000):
         x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
-        losses = [pipe.step(x, target=x).loss for _ in range(2)]
-        losses += [pipe.eval_step(x, target=x).loss for _ in range(2)]
-        alike += [same_bits(losses[0], other) for other in losses[1:] if other is not None]
-    return alike
-
-
-def test_sizes_and_kinds_of_steps_change(group_of: GroupOf) -> None:
-    for alike in group_of(4).run(many_steps, TWO_AND_TWO):
-        assert alike == [True] * 12
+        losses = [call(x, target=x).loss for call in (pipe.step, pipe.step, pipe.eval_step, pipe.eval_step)]
+        assert all(same_bits(losses[0], other) for other in losses[1:])
 
 
 # --- failures
@@ -160,10 +148,13 @@ def fail_on_hosts(scenario: Scenario, hosts: str) -> dict[str, Any]:
 
 
 # What is drained over each kind of link is in test_failure.py; here it is told from host to host.
-FAILURES = [("1f1b", 2, True, 0), ("dualpipev", 3, True, 2), ("interleaved_1f1b", 5, False, 0)]
 
 
-@pytest.mark.parametrize(("schedule", "stage", "backward", "step"), FAILURES)
+# What is drained over each kind of link is in test_failure.py; here it is told from host to host.
+@pytest.mark.parametrize(
+    ("schedule", "stage", "backward", "step"),
+    [("1f1b", 2, True, 0), ("dualpipev", 3, True, 2), ("interleaved_1f1b", 5, False, 0)],
+)
 def test_a_failure_is_known_on_all_hosts(
     schedule: str, stage: int, backward: bool, step: int, group_of: GroupOf
 ) -> None:
@@ -175,20 +166,16 @@ def test_a_failure_is_known_on_all_hosts(
 
 
 @pytest.mark.parametrize(
-    ("victim", "when", "hosts"),
+    ("victim", "at_call", "hosts"),
     [
-        (1, "first step", TWO_AND_TWO),
-        (2, "later step", TWO_AND_TWO),
+        (1, 3, TWO_AND_TWO),  # in the first step
+        (2, 2 * COUNT + 3, TWO_AND_TWO),
         # alone on its host, where nobody sees it die
-        (0, "later step", "abbb"),
-        (3, "between steps", "aaab"),
+        (0, 2 * COUNT + 3, "abbb"),
+        (3, -1, "aaab"),  # between steps
     ],
 )
-def test_killed(victim: int, when: str, hosts: str, tmp_path: Path) -> None:
+def test_killed(victim: int, at_call: int, hosts: str, tmp_path: Path) -> None:
     """Everybody says so at once, on its own host and on the other one."""
-    at_call = {"first step": 3, "later step": 2 * COUNT + 3, "between steps": -1}[when]
-    note = str(tmp_path / "note")
     with ranks(SIZE) as group:
-        arguments = (victim, at_call, int(signal.SIGKILL), note, "native", "1f1b", 60.0, 3, "auto", hosts)
-        group.start(train_until, *arguments)
-        check_death(group.results(others(victim)), victim)
+        lose(group, victim, at_call, tmp_path / "note", transport="auto", hosts=hosts)

@@ -2,15 +2,14 @@
 
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from fastpipe import check_parity
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault
-from tests.conftest import paired
-from tests.distributed.ranks import GroupOf
-from tests.distributed.test_step import batch, caught, pipeline
+from tests.conftest import executors_in_turn
+from tests.distributed.ranks import GroupOf, on_ranks
+from tests.distributed.test_step import batch, pipeline, refuses
 from tests.runtime.models import CASES
 
 
@@ -26,11 +25,7 @@ def check(schedule: str, executor: str, with_model: list[int]) -> list[Any]:
     return [good.ok, good.num_compared, str(good), bad.ok, str(bad), [d.name for d in bad.differences]]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "with_model", "executor"),
-    paired([("1f1b", [0, 1]), ("zbv", [1]), ("dualpipe", [0])]),
-    indirect=["executor"],
-)
+@executors_in_turn("schedule, with_model", [("1f1b", [0, 1]), ("zbv", [1]), ("dualpipe", [0])])
 def test_every_rank_gets_the_same_table(schedule: str, with_model: list[int], executor: str, group_of: GroupOf) -> None:
     zero, one = group_of(2).run(check, schedule, executor, with_model)
     assert zero == one
@@ -40,29 +35,16 @@ def test_every_rank_gets_the_same_table(schedule: str, with_model: list[int], ex
     assert "parameter  5.linear.weight" in worse
 
 
-def check_badly() -> dict[str, Any]:
-    rank = dist.get_rank()
-    pipe = pipeline()
+@on_ranks(2)
+def test_whoever_cannot_compare_is_an_error_for_all() -> None:
+    rank, pipe = dist.get_rank(), pipeline()
     x, y = batch()
     model = CASES["plain"].layers(8)
     broken = [*model[:7], Fault(model[7], at_call=1, error=OverflowError("too large"))]
-    found = {
-        "no model": caught(lambda: check_parity(pipe, None, (x, y))),
-        "an iterator": caught(lambda: check_parity(pipe, model, (iter([x]) if rank else x, y))),
-        "a fault": caught(lambda: check_parity(pipe, broken if rank else model, (x, y))),
-        "another model": caught(lambda: check_parity(pipe, Chain(dict(enumerate(model[rank:]))), (x, y))),
-    }
+    refuses(lambda: check_parity(pipe, None, (x, y)), "model is None on every rank")
+    refuses(lambda: check_parity(pipe, model, (iter([x]) if rank else x, y)), "batch has an iterator", on=1)
+    refuses(lambda: check_parity(pipe, broken if rank else model, (x, y)), "too large", on=1, kind=OverflowError)
+    other = Chain(dict(enumerate(model[rank:])))
+    said = "model has 14 parameters but the pipeline has 16"
+    refuses(lambda: check_parity(pipe, other, (x, y)), said, on=1)
     assert check_parity(pipe, model, (x, y)).ok
-    return found
-
-
-def test_whoever_cannot_compare_is_an_error_for_all(group_of: GroupOf) -> None:
-    zero, one = group_of(2).run(check_badly)
-    assert zero["no model"][:2] == one["no model"][:2] and "model is None on every rank" in zero["no model"][1]
-    for name, error, text in [
-        ("an iterator", "ValueError", "batch has an iterator"),
-        ("a fault", "OverflowError", "too large"),
-        ("another model", "ValueError", "model has 14 parameters but the pipeline has 16"),
-    ]:
-        assert one[name][0] == error and text in one[name][1], one[name]
-        assert zero[name][0] == "StepError" and zero[name][2] == 1 and text in zero[name][1], zero[name]

@@ -1,9 +1,8 @@
 """How many ranks compute on a host: those of every pipeline there, and what they do about it."""
 
-from __future__ import annotations
-
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -54,23 +53,18 @@ def test_other_hosts_are_not() -> None:
     assert counts == [(3, [3])] * 3 + [(1, [1])]
 
 
-def several() -> list[int]:
+def several(expected: int) -> None:
     """Runs on every rank: each process has pipelines of its own, of three ranks, and others with its neighbour."""
-    found = []
     for options in ({"num_ranks": 3, "group": dist.new_group([dist.get_rank()], use_local_synchronization=True)}, {}):
         pipe = Pipeline([nn.Linear(4, 4) for _ in range(3)], "1f1b", 4, nn.functional.mse_loss, **options)
         dist.barrier()
-        found.append(pipe._world.ranks_per_host.count())
-    return found
+        assert pipe._world.ranks_per_host.count() == expected
 
 
-def test_ranks_that_are_threads_count_and_a_process_counts_once() -> None:
-    with ranks(2) as group:
-        assert group.run(several) == [[6, 6], [6, 6]]
-
-
-def test_what_torchrun_started_counts_before_it_has_a_pipeline() -> None:
-    with ranks(2, environment={"LOCAL_WORLD_SIZE": "5"}) as group:
-        assert group.run(several) == [[6, 6], [6, 6]]
-    with ranks(2, environment={"LOCAL_WORLD_SIZE": "7"}) as group:
-        assert group.run(several) == [[7, 7], [7, 7]]
+# Ranks that are threads count, and a process counts once; what torchrun started counts before it has a pipeline.
+@pytest.mark.parametrize(
+    ("environment", "expected"), [({}, 6), ({"LOCAL_WORLD_SIZE": "5"}, 6), ({"LOCAL_WORLD_SIZE": "7"}, 7)]
+)
+def test_what_counts(environment: dict[str, str], expected: int) -> None:
+    with ranks(2, environment=environment) as group:
+        group.run(several, expected)

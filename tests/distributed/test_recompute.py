@@ -5,15 +5,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.meshes import build, mesh, two_steps
-from tests.distributed.ranks import GroupOf
-
-
-def train(wrap: str, schedule: str, way: str, executor: str) -> list[list[str]]:
-    over = mesh()
-    replica = over.get_local_rank("dp")
-    pipe = build(wrap, schedule, executor, over, recompute=way)
-    return two_steps(pipe, wrap, replica)
+from tests.distributed.meshes import build, mesh, mesh_and_replica, two_steps
+from tests.distributed.ranks import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -26,22 +19,21 @@ def train(wrap: str, schedule: str, way: str, executor: str) -> list[list[str]]:
     ],
     indirect=["executor"],
 )
-def test_replicas(wrap: str, schedule: str, way: str, executor: str, group_of: GroupOf) -> None:
-    assert group_of(4).run(train, wrap, schedule, way, executor) == [[[], []]] * 4
+@on_ranks(4)
+def test_replicas(wrap: str, schedule: str, way: str, executor: str) -> None:
+    over, replica = mesh_and_replica()
+    pipe = build(wrap, schedule, executor, over, recompute=way)
+    assert two_steps(pipe, wrap, replica) == [[], []]
 
 
-def refused() -> str:
+@on_ranks(4)
+def test_a_wrapper_is_not_run_twice() -> None:
     """A module of the user's own in a wrapper: its forward would run twice, and with it the wrapper's."""
     over = mesh()
 
     def stage(module: nn.Module, replicas: DeviceMesh) -> nn.Module:
         return DistributedDataParallel(nn.Sequential(*module.children()), process_group=replicas.get_group())
 
-    with pytest.raises(ValueError) as caught:
+    number = over.get_local_rank("pp")
+    with pytest.raises(ValueError, match=f"stage {number} is in DistributedDataParallel over 2 replicas.*within it"):
         build(stage, "1f1b", "auto", over, recompute="full")
-    return str(caught.value)
-
-
-def test_a_wrapper_is_not_run_twice(group_of: GroupOf) -> None:
-    for rank, text in enumerate(group_of(4).run(refused)):
-        assert f"stage {rank % 2} is in DistributedDataParallel over 2 replicas" in text and "within it" in text

@@ -1,7 +1,5 @@
 """A job that is started again with fewer ranks, or with more, plans anew and goes on with the same losses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

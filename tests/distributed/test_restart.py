@@ -3,8 +3,6 @@
 python -m tests.distributed.test_restart     writes the table in docs/reliability.md
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -50,10 +48,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def launch(
-    folder: Path, agent: Sequence[str], kills: Sequence[str], within: Sequence[str] = (), **environment: str
+    folder: Path,
+    agent: Sequence[str],
+    kills: Sequence[str],
+    *,
+    within: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+    **environment: str,
 ) -> subprocess.Popen[str]:
     """Start an agent of torchrun, which writes checkpoints and notes into a folder; ``within`` begins the command."""
-    script = [str(SCRIPT), *ARGUMENTS, "--checkpoints", str(folder / "saved"), "--out", str(folder)]
+    script = [str(SCRIPT), *ARGUMENTS, *arguments, "--checkpoints", str(folder / "saved"), "--out", str(folder)]
     (folder / "notes").mkdir(exist_ok=True)
     own = {"OMP_NUM_THREADS": "1", "KILLS": ",".join(kills), "NOTES": str(folder / "notes"), **environment}
     own["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -61,6 +65,15 @@ def launch(
     # its output is read at the end: pipes of two agents could fill
     with (folder / f"log{len(list(folder.glob('log*')))}").open("w") as log:
         return subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=log, text=True)
+
+
+def two_agents(kills: Sequence[str], *, nodes: int = 2, processes: int = 1) -> list[str]:
+    """Arguments of agents that meet at a free port, and may start their processes so often that all kills happen."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    numbers = {"nnodes": nodes, "nproc-per-node": processes, "max-restarts": 2 * len(kills), "rdzv-id": "restart"}
+    numbers |= {"rdzv-backend": "c10d", "rdzv-endpoint": f"127.0.0.1:{port}"}
+    return [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
 
 
 def finish(folder: Path, agents: Sequence[subprocess.Popen[str]], kills: Sequence[str]) -> str:
@@ -112,17 +125,7 @@ class Layout(NamedTuple):
 
     def start(self, folder: Path, kills: Sequence[str]) -> list[subprocess.Popen[str]]:
         """Start the agents. Each counts its own restarts: one more if it sees a rank of the other one end."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        agent = ["--nnodes", str(self.agents), "--nproc-per-node", str(self.processes), "--rdzv-id", "restart"]
-        agent += [
-            "--max-restarts",
-            str(2 * len(kills)),
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            f"127.0.0.1:{port}",
-        ]
+        agent = two_agents(kills, nodes=self.agents, processes=self.processes)
         return [launch(folder, agent, kills, FASTPIPE_HOST=host) for host in "ab"[: self.agents]]
 
 
@@ -135,10 +138,7 @@ LAYOUTS = [Layout(1, 2), Layout(1, 4), Layout(2, 1), Layout(2, 2)]
 @pytest.mark.timeout(6 * PATIENCE)
 @pytest.mark.parametrize(
     ("layout", "moments"),
-    [
-        (Layout(1, 2), SOME),
-        *(pytest.param(layout, MOMENTS, marks=pytest.mark.nightly) for layout in LAYOUTS),
-    ],
+    [(Layout(1, 2), SOME), *(pytest.param(layout, MOMENTS, marks=pytest.mark.nightly) for layout in LAYOUTS)],
     ids=lambda value: "x".join(map(str, value)) if isinstance(value, Layout) else str(len(value)),
 )
 def test_killed_ranks_are_restarted(
@@ -231,7 +231,7 @@ def agent_in(
     agent += ["--local-addr", f"10.213.77.{number + 1}", "--rdzv-conf", f"is_host={1 - number}"]
     within = ["ip", "netns", "exec", names[number]]
     options = {"FASTPIPE_HOST": "ab"[number], "GLOO_SOCKET_IFNAME": "cable", "TIMEOUT": str(CUT_TIMEOUT)}
-    return launch(folder, agent, kills, within, **options)
+    return launch(folder, agent, kills, within=within, **options)
 
 
 def processes_in(name: str) -> set[int]:

@@ -1,36 +1,24 @@
 """torchrun --max-restarts with copies in memory: no step is lost, and the bits are those of an undisturbed run."""
 
-from __future__ import annotations
-
-import os
 import re
 import shutil
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_restart import ARGUMENTS, KILLED, ROOT, SCRIPT, STEPS, check, finish, weights
+from tests.distributed.test_restart import ARGUMENTS, SCRIPT, STEPS, check, finish, launch, two_agents, weights
 from tests.patience import PATIENCE
 from tests.scripts import run
 
 MEMORY = Path("/dev/shm")
 
 
-def launch(folder: Path, agent: Sequence[str], kills: Sequence[str], copies: int, **own: str) -> subprocess.Popen[str]:
-    """An agent whose ranks save each step in memory, and on disk only at the end."""
-    script = [str(SCRIPT), *ARGUMENTS, "--save-every", "100", "--memory-copies", str(copies)]
-    script += ["--checkpoints", str(folder / "saved"), "--out", str(folder)]
-    (folder / "notes").mkdir(exist_ok=True)
-    own |= {"OMP_NUM_THREADS": "1", "KILLS": ",".join(kills), "NOTES": str(folder / "notes")}
-    own["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", *agent, str(KILLED), *script]
-    with (folder / f"log{len(list(folder.glob('log*')))}").open("w") as log:
-        return subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=log, text=True)
+def in_memory(copies: int) -> list[str]:
+    """Arguments of a script whose ranks save each step in memory, and on disk only at the end."""
+    return ["--save-every", "100", "--memory-copies", str(copies)]
 
 
 def of(agent: subprocess.Popen[str]) -> list[Path]:
@@ -63,7 +51,8 @@ def finish_and_compare(folder: Path, agents: Sequence[subprocess.Popen[str]], ki
 )
 def test_no_step_is_lost(processes: int, kills: list[str], resumed: list[str], tmp_path: Path) -> None:
     agent = ["--standalone", "--nproc-per-node", str(processes), "--max-restarts", str(len(kills))]
-    text = finish_and_compare(tmp_path, [launch(tmp_path, agent, kills, 1)], kills, processes)
+    agents = [launch(tmp_path, agent, kills, arguments=in_memory(1))]
+    text = finish_and_compare(tmp_path, agents, kills, processes)
     assert re.findall(r"resumed +after step (\d+)", text) == resumed
 
 
@@ -72,11 +61,8 @@ def test_no_step_is_lost(processes: int, kills: list[str], resumed: list[str], t
 def test_two_hosts_keep_each_other_s_copies(tmp_path: Path) -> None:
     """Two agents, two pretended hosts; the memory of the second one is emptied when its rank is killed."""
     kills = ["step4:1"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    common = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "two"]
-    agent = [*common, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    agents = [launch(tmp_path, agent, kills, 2, FASTPIPE_HOST=host) for host in "ab"]
+    agent = two_agents(kills)
+    agents = [launch(tmp_path, agent, kills, arguments=in_memory(2), FASTPIPE_HOST=host) for host in "ab"]
     until = time.monotonic() + PATIENCE
     while not (tmp_path / "notes" / kills[0]).exists() and time.monotonic() < until:
         time.sleep(0.05)

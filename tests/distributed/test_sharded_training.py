@@ -11,9 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
 from fastpipe.testing.parity import Parity
-from tests.conftest import paired
-from tests.distributed.meshes import batch, layers, mesh, squared, whole_grad
-from tests.distributed.ranks import GroupOf
+from tests.conftest import executors_in_turn
+from tests.distributed.meshes import batch, layers, mesh_and_replica, squared, step, whole_grad
+from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_tied_data_parallel import batch as text
 from tests.distributed.test_tied_data_parallel import build
 from tests.runtime.checks import same_bits
@@ -65,8 +65,7 @@ def parity_of(pipe: Pipeline, replica: int) -> Parity:
 
 def go_on(folder: str, executor: str) -> list[Any]:
     """A training that is checked and saved on its way, one that is not, and one that goes on with another schedule."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     pipe, optimizer = sharded("zbv", executor, over)
     losses = train(pipe, optimizer, replica, range(2), checks=True)
     writing = save_checkpoint(folder, pipe, optimizer, extra={"step": 2}, asynchronous=True)
@@ -94,9 +93,10 @@ def test_shards_are_checked_clipped_saved_and_cut_otherwise(group_of: GroupOf, t
     assert same_bits(plain.eval_step(x, target=y).loss, first[1])
 
 
-def tied(schedule: str, executor: str) -> None:
-    over = mesh()
-    replica = over.get_local_rank("dp")
+@executors_in_turn("schedule", ["1f1b", "zbv"])
+@on_ranks(4)
+def test_parity_sums_the_uses_of_tied_shards(schedule: str, executor: str) -> None:
+    over, replica = mesh_and_replica()
     pipe = build("fsdp", schedule, executor, over)
     made = tied_layers()
     cut = len(made) // pipe.num_stages
@@ -107,30 +107,21 @@ def tied(schedule: str, executor: str) -> None:
     assert not check_parity(pipe, model, text(7, replica)).ok
 
 
-@pytest.mark.parametrize(("schedule", "executor"), paired(["1f1b", "zbv"]), indirect=["executor"])
-def test_parity_sums_the_uses_of_tied_shards(schedule: str, executor: str, group_of: GroupOf) -> None:
-    group_of(4).run(tied, schedule, executor)
-
-
-def in_double(executor: str) -> None:
+@on_ranks(4)
+def test_gradients_that_wait_in_another_dtype_stay(executor: str) -> None:
     """Gradients wait in another dtype than they are computed in: parity leaves those, too."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     made = [fully_shard(layer, mesh=over["dp"], mp_policy=policy) for layer in layers()]
     pipe = Pipeline(made, "1f1b", 5, squared, group=over["pp"], executor=executor)
     found = []
     for checked in (True, False):
         with pipe.no_sync():
-            pipe.step(batch(0, replica)[0], target=batch(0, replica)[1])
+            step(pipe, 0, replica)
         if checked:
             check_parity(pipe, nn.Sequential(*layers()), batch(1, replica))
-        pipe.step(batch(2, replica)[0], target=batch(2, replica)[1])
+        step(pipe, 2, replica)
         found.append([whole_grad(parameter) for parameter in pipe.parameters()])
         for parameter in pipe.parameters():
             parameter.grad = None
     assert all(a is b or same_bits(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_gradients_that_wait_in_another_dtype_stay(executor: str, group_of: GroupOf) -> None:
-    group_of(4).run(in_double, executor)

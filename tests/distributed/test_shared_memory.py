@@ -1,10 +1,7 @@
 """Shared memory between processes: the same bits, whoever runs what; nothing hangs, nothing is left, whoever dies."""
 
-from __future__ import annotations
-
 import os
 import resource
-import signal
 import time
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import torch.distributed as dist
 from fastpipe import Pipeline, StepError
 from fastpipe.runtime import native
 from tests.distributed.ranks import GroupOf, ranks
-from tests.distributed.test_death import SIZE, check, others, train_until
+from tests.distributed.test_death import SIZE, lose
 from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for
 from tests.runtime.models import CASES
@@ -67,34 +64,27 @@ def test_the_variable_says_what_auto_means() -> None:
             assert all(expected in text for text in group.run(choose, -1, "auto"))
 
 
-def disagree() -> str:
+def disagree() -> None:
     """Runs on every rank; the first wants shared memory alone."""
     transport = "process_group" if dist.get_rank() else "shared_memory"
-    try:
+    said = r"^transport: .*shared_memory on ranks \[0\].*process_group on ranks \[1\]"
+    with pytest.raises(ValueError, match=said):
         Pipeline(CASES["plain"].layers(4), "1f1b", 4, CASES["plain"].loss_fn, transport=transport, timeout=PATIENCE)
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def test_all_are_told_of_one_who_chose_otherwise() -> None:
     with ranks(2) as group:
-        for text in group.run(disagree):
-            assert text.startswith("transport: ")
-            assert "shared_memory on ranks [0]" in text and "process_group on ranks [1]" in text
+        group.run(disagree)
 
 
 @pytest.mark.parametrize(("victim", "at_call"), [(0, 3), (2, 20)])
 def test_killed(victim: int, at_call: int, tmp_path: Path) -> None:
     """In the first step, which announces, and in a later one."""
     with ranks(SIZE) as group:
-        note = str(tmp_path / "note")
-        arguments = (victim, at_call, int(signal.SIGKILL), note, "native", "1f1b", 60.0, 3, "shared_memory")
-        group.start(train_until, *arguments)
-        check(group.results(others(victim)), victim)
+        lose(group, victim, at_call, tmp_path / "note", transport="shared_memory")
 
 
-def starve() -> list[str]:
+def starve() -> None:
     """Runs on every rank: two steps, in the first of which one rank may open one file more."""
     case = CASES["plain"]
     pipe = Pipeline(case.layers(9), "1f1b", 8, case.loss_fn, transport="shared_memory", timeout=2 * PATIENCE)
@@ -103,22 +93,20 @@ def starve() -> list[str]:
         lowest = os.dup(0)  # free again at once, as are those above it
         os.close(lowest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, limits[1]))
-    said = []
+    said = set()
     for _ in range(2):
         batch = case.batches(1, rows_for(8))[0]
-        with pytest.raises((StepError, RuntimeError)) as caught:
+        with pytest.raises((StepError, RuntimeError), match="Too many open files.*build a new one") as caught:
             pipe.step(*batch.args, target=batch.target)
-        said.append(str(caught.value))
+        said.add(str(caught.value))
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    return said
+    assert len(said) == 1
 
 
 def test_out_of_descriptors() -> None:
     """What cannot be opened cannot be received, then or later: all are told why, and that it is over."""
     with ranks(3) as group:
-        for first, second in group.run(starve):
-            assert "Too many open files" in first and "build a new one" in first
-            assert second == first
+        group.run(starve)
 
 
 def train(num_steps: int) -> None:

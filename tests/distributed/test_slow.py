@@ -1,7 +1,5 @@
 """Slow is not dead: a rank that stalls is waited for, and the others say that they wait for it."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import logging

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 import fastpipe
 from fastpipe.testing import reference_step
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.distributed.meshes import WRAPS, mesh, whole_grad
-from tests.distributed.ranks import GroupOf
+from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_step import caught
 from tests.runtime.checks import same_bits
 from tests.runtime.decoders import LAYERS, decoder, padded_batch, train_decoder
@@ -18,23 +18,20 @@ from tests.runtime.test_bits import OF_A_KIND, microbatches_for
 from tests.runtime.test_split import Dictionary, batch
 
 
-def train_all(kind: str, schedules: list[str], executor: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "executor", "schedules"),
+    [("llama", "python", OF_A_KIND[:2]), ("gpt2", "native", OF_A_KIND[2:])],
+    indirect=["executor"],
+)
+@on_ranks(2)
+def test_schedules_of_each_kind(kind: str, schedules: list[str], executor: str) -> None:
+    """test_bits.py has all schedules between processes."""
     for schedule in schedules:
         count = microbatches_for(schedule, dist.get_world_size())
         assert count is not None
         # both ways between processes
         transport = "process_group" if executor == "python" else "auto"
         train_decoder(kind, schedule, count, steps=1, executor=executor, transport=transport)
-
-
-@pytest.mark.parametrize(
-    ("kind", "executor", "schedules"),
-    [("llama", "python", OF_A_KIND[:2]), ("gpt2", "native", OF_A_KIND[2:])],
-    indirect=["executor"],
-)
-def test_schedules_of_each_kind(kind: str, executor: str, schedules: list[str], group_of: GroupOf) -> None:
-    """test_bits.py has all schedules between processes."""
-    group_of(2).run(train_all, kind, schedules, executor)
 
 
 def cut_apart(folder: str) -> dict[str, Any]:
@@ -86,33 +83,25 @@ def test_processes_cut_alike(group_of: GroupOf, tmp_path: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), decoder("llama").parameters(), strict=True))
 
 
-def step_apart(executor: str) -> dict[str, Any]:
-    """Steps to which the ranks give other masks, and one after each of them; the last process has the mask."""
+@on_ranks(2)
+def test_a_mask_that_some_ranks_do_not_give_is_refused(executor: str) -> None:
+    """And a step after each of them works; the last process has the mask."""
     rank = dist.get_rank()
     layers = fastpipe.split(decoder("llama"))
     options = {"loss_reduction": layers.num_tokens, "executor": executor}
     pipe = fastpipe.Pipeline(layers, "1f1b", 4, layers.loss_fn, **options)
     ids, mask, labels = padded_batch(8)
     parts = list(mask.split(2))
-    masks = {
-        "other values": mask if rank else 1 - mask,
-        "a mask": mask if rank else None,
-        "of one microbatch": parts if rank else [*parts[:3], None],
-    }
-    found = {}
-    for name, own in masks.items():
-        found[name] = caught(lambda own=own: pipe.step(ids, attention_mask=own, target=labels))
+    missing = r"attention_mask is None on ranks \[0\] but not on ranks \[1\]"
+    for own, said in (
+        (mask if rank else 1 - mask, r"attention_mask has other values on ranks \[1\] than on rank 0"),
+        (mask if rank else None, missing),
+        (parts if rank else [*parts[:3], None], missing),
+    ):
+        with pytest.raises(ValueError, match=said):
+            pipe.step(ids, attention_mask=own, target=labels)
         pipe.step(ids, attention_mask=mask, target=labels)
     pipe.step(ids, attention_mask=None, target=labels)
-    return found
-
-
-def test_a_mask_that_some_ranks_do_not_give_is_refused(executor: str, group_of: GroupOf) -> None:
-    for answer in group_of(2).run(step_apart, executor):
-        kind, text, *_ = answer.pop("other values")
-        assert kind == "ValueError" and "attention_mask has other values on ranks [1] than on rank 0" in text, text
-        for kind, text, *_ in answer.values():
-            assert kind == "ValueError" and "attention_mask is None on ranks [0] but not on ranks [1]" in text, text
 
 
 TIED = "model.embed_tokens.weight"
@@ -153,7 +142,7 @@ def replicas_of(wrap: str, executor: str) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(("wrap", "executor"), paired(["argument", "ddp", "fsdp"]), indirect=["executor"])
+@executors_in_turn("wrap", ["argument", "ddp", "fsdp"])
 def test_replicas_of_a_model_with_tied_weights(wrap: str, executor: str, group_of: GroupOf) -> None:
     zero, one, *others = group_of(4).run(replicas_of, wrap, executor)
     # each rank of a V has the first and the last stage or neither

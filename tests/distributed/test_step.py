@@ -16,7 +16,7 @@ from fastpipe import Pipeline
 from fastpipe.runtime.stage.stage import Chain
 from tests import scripts
 from tests.conftest import BOTH, WAYS
-from tests.distributed.ranks import GroupOf, ranks
+from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.runtime.checks import same_bits, train_and_compare
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
@@ -93,54 +93,43 @@ def broken_loader() -> Iterator[torch.Tensor]:
     raise OSError("the disk is gone")
 
 
-def mistakes(rank: int) -> dict[str, Callable[[Pipeline], Any]]:
-    """Steps with a mistake on one rank, or on all."""
-    x, y = batch()
-    return {
-        "no target": lambda p: p.step(x),
-        "a short list": lambda p: p.step([x] * 3, target=y),
-        "a broken loader": lambda p: p.step(broken_loader(), target=y),
-        "unequal counts": lambda p: p.step(x, target=y, num_microbatches=4 + rank),
-        "unequal calls": lambda p: p.step(x, target=y) if rank else p.eval_step(x, target=y),
-        "unequal keywords": lambda p: p.step(x, target=y, **({"scale": 1.0} if rank else {})),
-        "unequal gathering": lambda p: p.step(x, target=y, gather_outputs=rank == 0),
-        "an unknown keyword": lambda p: p.step(x, target=y, scale=1.0),
-        "unequal rows": lambda p: p.step(x, target=y[:8]),
-    }
-
-
-def make_mistakes(executor: str) -> dict[str, Any]:
-    pipe = pipeline(executor)
-    x, y = batch()
-    found = {}
-    for name, mistake in mistakes(pipe.rank).items():
-        found[name] = caught(lambda mistake=mistake: mistake(pipe))
-        pipe.step(x, target=y)
-    return found
+def refuses(call: Callable[[], Any], said: str, on: int | None = None, kind: type[Exception] = ValueError) -> None:
+    """Whether the call is refused by one error on all ranks, or on one by its own, which the others are told."""
+    with pytest.raises(Exception, match=said) as raised:
+        call()
+    if on in (None, dist.get_rank()):
+        assert raised.type is kind, raised.value
+    else:
+        assert raised.type is fastpipe.StepError and raised.value.rank == on, raised.value
+    if on is None:
+        texts = [""] * dist.get_world_size()
+        dist.all_gather_object(texts, str(raised.value))
+        assert len(set(texts)) == 1, texts
 
 
 @BOTH
-def test_bad_input_is_told_to_all_and_the_next_step_works(executor: str, group_of: GroupOf) -> None:
-    zero, one = group_of(2).run(make_mistakes, executor)
-
-    def check(name: str, rank: int, kind: str, text: str) -> None:
-        own, other = (zero, one) if rank == 0 else (one, zero)
-        assert own[name][0] == kind and text in own[name][1], own[name]
-        assert other[name][0] == "StepError" and other[name][2] == rank and text in other[name][1], other[name]
-
-    check("no target", 1, "ValueError", "target = None")
-    check("a short list", 0, "ValueError", "the input has 3 microbatches")
-    check("a broken loader", 0, "OSError", "the disk is gone")
-    for name, text in {
-        "unequal counts": "num_microbatches=4; rank 1: step with num_microbatches=5",
-        "unequal calls": "the ranks do not make the same call",
-        "unequal keywords": "the ranks do not make the same call",
-        "unequal gathering": "rank 0: step with num_microbatches=4, gather_outputs; rank 1: step with",
-        "an unknown keyword": "scale: no stage's forward takes",
-        "unequal rows": "target has 8 rows",
-    }.items():
-        assert zero[name][:2] == one[name][:2]
-        assert zero[name][0] == "ValueError" and text in zero[name][1], zero[name]
+@on_ranks(2)
+def test_bad_input_is_told_to_all_and_the_next_step_works(executor: str) -> None:
+    pipe, rank = pipeline(executor), dist.get_rank()
+    x, y = batch()
+    other_calls = "the ranks do not make the same call"
+    gathering = "rank 0: step with num_microbatches=4, gather_outputs; rank 1: step with"
+    for call, said, *on in (
+        (lambda: pipe.step(x), "target = None", 1),
+        (lambda: pipe.step([x] * 3, target=y), "the input has 3 microbatches", 0),
+        (lambda: pipe.step(broken_loader(), target=y), "the disk is gone", 0, OSError),
+        (
+            lambda: pipe.step(x, target=y, num_microbatches=4 + rank),
+            "num_microbatches=4; rank 1: step with num_microbatches=5",
+        ),
+        (lambda: pipe.step(x, target=y) if rank else pipe.eval_step(x, target=y), other_calls),
+        (lambda: pipe.step(x, target=y, **({"scale": 1.0} if rank else {})), other_calls),
+        (lambda: pipe.step(x, target=y, gather_outputs=rank == 0), gathering),
+        (lambda: pipe.step(x, target=y, scale=1.0), "scale: no stage's forward takes"),
+        (lambda: pipe.step(x, target=y[:8]), "target has 8 rows"),
+    ):
+        refuses(call, said, *on)
+        pipe.step(x, target=y)
 
 
 def an_order(lazy: bool) -> fastpipe.Schedule:
@@ -149,61 +138,67 @@ def an_order(lazy: bool) -> fastpipe.Schedule:
     return fastpipe.Schedule.from_actions("mine", fastpipe.Placement.loop(2), 2, orders)
 
 
-def build_badly() -> dict[str, Any]:
+@on_ranks(2)
+def test_building_fails_for_all_or_for_none() -> None:
     rank = dist.get_rank()
-    found = {
-        "one rank": caught(lambda: pipeline(partition=[5] if rank == 1 else "layers")),
-        "a rule on one rank": caught(lambda: pipeline(split={0: "halves"} if rank == 1 else None)),
-        "a loss on one rank": caught(lambda: pipeline(loss_fn="mse" if rank == 1 else squared)),
-        "a timeout on one rank": caught(lambda: pipeline(timeout=-1 if rank == 1 else 600)),
-        "a device on one rank": caught(lambda: pipeline(device="cpux" if rank == 1 else None)),
-        "different": caught(lambda: pipeline(num_microbatches=4 + rank)),
-        "partitions": caught(lambda: pipeline(partition="5,3" if rank else "layers")),
-        "schedules": caught(lambda: pipeline(schedule="gpipe" if rank else "1f1b")),
-        "transports": caught(lambda: pipeline(transport="process_group" if rank else "auto")),
-        "reductions": caught(lambda: pipeline(loss_reduction="sum" if rank else "mean")),
-        "dtypes": caught(lambda: pipeline(grad_dtype=torch.float64 if rank else None)),
-        "lookaheads": caught(lambda: pipeline(recv_lookahead=1 + rank)),
-        "placements": caught(lambda: pipeline(stage_to_rank=[0, 1] if rank else [1, 0])),
-        "orders": caught(lambda: pipeline(schedule=an_order(lazy=rank == 1), num_microbatches=2)),
-        "loopback": caught(lambda: pipeline(transport="loopback")),
-        "too many ranks": caught(lambda: pipeline(num_ranks=3)),
-    }
+    for options, said in (
+        ({"partition": [5] if rank else "layers"}, r"partition = \[5\]"),
+        ({"split": {0: "halves"} if rank else None}, r"split\[0\] = 'halves'"),
+        ({"loss_fn": "mse" if rank else squared}, "loss_fn = 'mse'"),
+        ({"timeout": -1 if rank else 600}, "timeout = -1"),
+        ({"device": "cpux" if rank else None}, "device = 'cpux'"),
+    ):
+        refuses(lambda options=options: pipeline(**options), said, on=1)
+    both = r".*: {} on ranks \[0\], {} on ranks \[1\]"
+    default = both.replace("{}", "the default", 1)
+    layers = both.format(r"layers 0-3 \| 4-7", r"layers 0-4 \| 5-7")
+    placed = both.format(r"\(\(1, 0\),\)", r"\(\(0, 1\),\)")
+    for options, said in (
+        ({"num_microbatches": 4 + rank}, "^num_microbatches: " + both.format(4, 5)),
+        ({"partition": "5,3" if rank else "layers"}, "^partition: " + layers),
+        ({"schedule": "gpipe" if rank else "1f1b"}, "^schedule: " + both.format("1f1b", "gpipe")),
+        ({"transport": "process_group" if rank else "auto"}, "^transport: " + default.format("process_group")),
+        ({"loss_reduction": "sum" if rank else "mean"}, "^loss_reduction: " + default.format("sum")),
+        ({"grad_dtype": torch.float64 if rank else None}, "^grad_dtype: " + default.format("torch.float64")),
+        ({"recv_lookahead": 1 + rank}, "^recv_lookahead: " + both.format(1, 2)),
+        ({"stage_to_rank": [0, 1] if rank else [1, 0]}, "^stage_to_rank: " + placed),
+        (
+            {"schedule": an_order(lazy=rank == 1), "num_microbatches": 2},
+            r"^schedule: .*another order on each of \[\[0\], \[1\]\]",
+        ),
+        ({"transport": "loopback"}, "there are several processes"),
+        ({"num_ranks": 3}, "num_ranks = 3: the group has 2 processes"),
+    ):
+        refuses(lambda options=options: pipeline(**options), said)
     train_and_compare("plain", "1f1b", 4)
-    return found
 
 
-def other_batches() -> dict[str, Any]:
-    """Runs on every rank: batches that are not the same on both."""
+@on_ranks(2)
+def test_ranks_with_other_batches_are_refused() -> None:
     rank, pipe = dist.get_rank(), pipeline()
     x, y = batch()
-    found = {
-        "inputs": caught(lambda: pipe.step(x + rank, target=y)),
-        "targets": caught(lambda: pipe.step(x, target=y + rank)),
-        "numbers": caught(lambda: pipe.step(x if rank == 0 else None, target=y if rank else None, index=rank)),
-        "only what is needed": caught(lambda: pipe.step(x if rank == 0 else None, target=y if rank else None, index=7)),
-    }
+    only_needed = {"target": y if rank else None}
+
+    def refuses(call: Callable[[], Any], said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            call()
+
+    input_differs = r"the input has other values on ranks \[1\] than on rank 0"
+    target_differs = input_differs.replace("the input", "target")
+    refuses(lambda: pipe.step(x + rank, target=y), input_differs)
+    refuses(lambda: pipe.step(x, target=y + rank), target_differs)
+    refuses(lambda: pipe.step(x if rank == 0 else None, **only_needed, index=rank), "index=0; rank 1")
+    pipe.step(x if rank == 0 else None, **only_needed, index=7)
     for number in range(6):
-        found[f"step {number}"] = caught(lambda number=number: pipe.step(x + number, target=y + number))
-    found["a step is left out"] = caught(lambda: pipe.step(x + rank, target=y + rank))
-    found["eval"] = caught(lambda: pipe.eval_step(x + rank, target=y))
-    found["the next"] = caught(lambda: pipe.step(x, target=y))
-    return found
+        pipe.step(x + number, target=y + number)
+    refuses(lambda: pipe.step(x + rank, target=y + rank), target_differs)
+    refuses(lambda: pipe.eval_step(x + rank, target=y), input_differs)
+    pipe.step(x, target=y)
 
 
-def test_ranks_with_other_batches_are_refused(group_of: GroupOf) -> None:
-    for answer in group_of(2).run(other_batches):
-        for name in ("inputs", "targets", "a step is left out", "eval"):
-            kind, text, _ = answer.pop(name)
-            argument = "the input" if name in ("inputs", "eval") else "target"
-            said = f"{argument} has other values on ranks [1] than on rank 0"
-            assert kind == "ValueError" and said in text, (name, text)
-        kind, text, _ = answer.pop("numbers")
-        assert kind == "ValueError" and "index=0; rank 1" in text, text
-        assert {kind for kind, *_ in answer.values()} == {"nothing"}, answer
-
-
-def wait_for_ever(executor: str, transport: str) -> None:
+@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
+@on_ranks(2)
+def test_a_timeout_may_be_infinite(executor: str, transport: str) -> None:
     """Runs on every rank."""
     for timeout in (math.inf, 1e300):
         pipe = pipeline(executor, transport=transport, timeout=timeout)
@@ -211,64 +206,25 @@ def wait_for_ever(executor: str, transport: str) -> None:
         assert [pipe.step(x, target=target).loss is not None for _ in range(2)] == [True, True]
 
 
-@pytest.mark.parametrize(("executor", "transport"), WAYS, indirect=["executor"])
-def test_a_timeout_may_be_infinite(executor: str, transport: str, group_of: GroupOf) -> None:
-    group_of(2).run(wait_for_ever, executor, transport)
-
-
-def test_building_fails_for_all_or_for_none(group_of: GroupOf) -> None:
-    zero, one = group_of(2).run(build_badly)
-    assert one["one rank"][0] == "ValueError" and "partition = [5]" in one["one rank"][1]
-    assert zero["one rank"][0] == "StepError" and zero["one rank"][2] == 1
-    for name, text in {
-        "a rule on one rank": "split[0] = 'halves'",
-        "a loss on one rank": "loss_fn = 'mse'",
-        "a timeout on one rank": "timeout = -1",
-        "a device on one rank": "device = 'cpux'",
-    }.items():
-        assert one[name][0] == "ValueError" and text in one[name][1]
-        assert zero[name][0] == "StepError" and text in zero[name][1]
-    for name, text in {
-        "different": "num_microbatches: .*: 4 on ranks [0], 5 on ranks [1]",
-        "partitions": "partition: .*: layers 0-3 | 4-7 on ranks [0], layers 0-4 | 5-7 on ranks [1]",
-        "schedules": "schedule: .*: 1f1b on ranks [0], gpipe on ranks [1]",
-        "transports": "transport: .*: the default on ranks [0], process_group on ranks [1]",
-        "reductions": "loss_reduction: .*: the default on ranks [0], sum on ranks [1]",
-        "dtypes": "grad_dtype: .*: the default on ranks [0], torch.float64 on ranks [1]",
-        "lookaheads": "recv_lookahead: .*: 1 on ranks [0], 2 on ranks [1]",
-        "placements": "stage_to_rank: .*: ((1, 0),) on ranks [0], ((0, 1),) on ranks [1]",
-        "orders": "schedule: .*another order on each of [[0], [1]]",
-    }.items():
-        argument, _, values = text.partition(".*")
-        for kind, message, *_ in (zero[name], one[name]):
-            assert kind == "ValueError" and message.startswith(argument) and values in message, message
-    assert "there are several processes" in zero["loopback"][1]
-    assert "num_ranks = 3: the group has 2 processes" in zero["too many ranks"][1]
-
-
-def build_in_a_wrong_group() -> tuple[str, str, int | None]:
-    return caught(lambda: pipeline(group="world" if dist.get_rank() == 1 else None))
+def build_in_a_wrong_group() -> None:
+    refuses(lambda: pipeline(group="world" if dist.get_rank() else None), "group is a str", on=1, kind=TypeError)
 
 
 def test_a_wrong_group_on_one_rank_is_an_error_on_all() -> None:
     with ranks(2) as group:
-        zero, one = group.run(build_in_a_wrong_group)
-    assert one[0] == "TypeError" and "group is a str" in one[1]
-    assert zero[0] == "StepError" and zero[2] == 1 and "group is a str" in zero[1]
+        group.run(build_in_a_wrong_group)
 
 
-def build_without_rank_one() -> tuple[str, str, int | None] | None:
-    found = caught(lambda: pipeline(timeout=1)) if dist.get_rank() == 0 else None
+def build_without_rank_one() -> None:
+    if dist.get_rank() == 0:
+        refuses(lambda: pipeline(timeout=1), "rank 1 did not reach.*within 1 s.*set a longer timeout", on=1)
     dist.barrier()
-    return found
 
 
 def test_who_is_missing_when_a_pipeline_is_built_is_named() -> None:
     """A rank that is alive, and waits elsewhere."""
     with ranks(2) as group:
-        zero, _ = group.run(build_without_rank_one)
-    assert zero[0] == "StepError" and zero[2] == 1
-    assert "rank 1 did not reach" in zero[1] and "within 1 s" in zero[1] and "set a longer timeout" in zero[1]
+        group.run(build_without_rank_one)
 
 
 class Picky(nn.Module):
@@ -293,25 +249,18 @@ class FailsOnce(nn.Module):
         return self.block(x)
 
 
-def fail_upstream(executor: str) -> tuple[str, str, int | None]:
-    stages = [FailsOnce(), Picky(), Picky(), Block()]
-    pipe = pipeline(executor, stages=stages)
+@BOTH
+@on_ranks(4)
+def test_who_chokes_on_stand_ins_names_the_true_reason(executor: str) -> None:
+    pipe = pipeline(executor, stages=[FailsOnce(), Picky(), Picky(), Block()])
     x, y = batch()
     pipe.step(x, target=y)
-    answer = caught(lambda: pipe.step(x, target=y))
+    refuses(lambda: pipe.step(x, target=y), "the true reason", on=0, kind=OSError)
     pipe.step(x, target=y)
-    return answer
 
 
-@BOTH
-def test_who_chokes_on_stand_ins_names_the_true_reason(executor: str, group_of: GroupOf) -> None:
-    answers = group_of(4).run(fail_upstream, executor)
-    assert answers[0][0] == "OSError"
-    for answer in answers[1:]:
-        assert answer[0] == "StepError" and answer[2] == 0 and "the true reason" in answer[1], answer
-
-
-def in_halves(executor: str) -> None:
+@on_ranks(4)
+def test_pipelines_in_parts_of_the_processes(executor: str) -> None:
     """Two pipelines of two ranks each, side by side, and then one of all four."""
     rank = dist.get_rank()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -323,10 +272,6 @@ def in_halves(executor: str) -> None:
     train_and_compare("plain", "zbv", 4, num_ranks=4, executor=executor)
     text = caught(lambda: pipeline(executor, group=mesh))[1]
     assert "DeviceMesh has 2 dimensions" in text, text
-
-
-def test_pipelines_in_parts_of_the_processes(executor: str, group_of: GroupOf) -> None:
-    group_of(4).run(in_halves, executor)
 
 
 def after_uneven_groups() -> str:

@@ -10,17 +10,10 @@ from torch import nn
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
 from fastpipe.testing import reference_step
-from tests.conftest import paired
-from tests.distributed.ranks import GroupOf
-from tests.distributed.test_step import caught
-from tests.runtime.test_tied import (
-    EMBEDDING,
-    batches,
-    loss_fn,
-    repeated_layers,
-    tied_layers,
-    train_tied,
-)
+from tests.conftest import executors_in_turn
+from tests.distributed.ranks import GroupOf, on_ranks
+from tests.distributed.test_step import caught, refuses
+from tests.runtime.test_tied import EMBEDDING, batches, loss_fn, repeated_layers, tied_layers, train_tied
 
 
 def train(make: str, schedule: str, count: int, executor: str) -> list[str]:
@@ -110,11 +103,7 @@ def train_sparse(schedule: str, tied: bool, executor: str) -> list[torch.Tensor]
     return found
 
 
-@pytest.mark.parametrize(
-    ("schedule", "tied", "executor"),
-    paired([("dualpipe", False), ("dualpipe", True), ("1f1b", True), ("dualpipe", False)]),
-    indirect=["executor"],
-)
+@executors_in_turn("schedule, tied", [("dualpipe", False), ("dualpipe", True), ("1f1b", True), ("dualpipe", False)])
 def test_sparse_gradients_are_swapped(schedule: str, tied: bool, executor: str, group_of: GroupOf) -> None:
     first, second = group_of(2).run(train_sparse, schedule, tied, executor)
     assert len(first) == 2
@@ -122,24 +111,17 @@ def test_sparse_gradients_are_swapped(schedule: str, tied: bool, executor: str, 
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=False))
 
 
-def hook_on_one_rank() -> tuple[Any, Any]:
-    """Each rank's own answer, of building and of a step."""
+@on_ranks(2)
+def test_a_hook_on_one_rank_is_an_error_on_all() -> None:
     layers, rank = tied_layers(), dist.get_rank()
     if rank == 1:
         hook = layers[-1].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    built = caught(lambda: Pipeline(layers, "1f1b", 4, loss_fn))
+    refuses(lambda: Pipeline(layers, "1f1b", 4, loss_fn), "7.weight has a hook of register_hook", on=1)
     if rank == 1:
         hook.remove()
     pipe = Pipeline(layers, "1f1b", 4, loss_fn)
     if rank == 1:
         layers[-1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     ((x, y),) = batches(1, 9)
-    return built, caught(lambda: pipe.step(x, target=y))
-
-
-def test_a_hook_on_one_rank_is_an_error_on_all(group_of: GroupOf) -> None:
-    zero, one = group_of(2).run(hook_on_one_rank)
-    assert [answer[0] for answer in zero] == ["StepError", "StepError"], zero
-    hooks = ["7.weight has a hook of register_hook", f"{EMBEDDING} has a hook of register_post_accumulate_grad_hook"]
-    for (name, text, *_), expected in zip(one, hooks, strict=True):
-        assert name == "ValueError" and expected in text
+    said = f"{EMBEDDING} has a hook of register_post_accumulate_grad_hook"
+    refuses(lambda: pipe.step(x, target=y), said, on=1)

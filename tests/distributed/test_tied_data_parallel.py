@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastpipe import Pipeline
+from fastpipe import Pipeline, StepError
 from fastpipe.runtime.model.chain import Chain
 from fastpipe.runtime.model.tied import Shared, Tie
 from fastpipe.testing import reference_step
-from tests.distributed.meshes import WRAPS, mesh, whole_grad
-from tests.distributed.ranks import GroupOf
-from tests.distributed.test_step import caught
+from tests.distributed.meshes import WRAPS, mesh, mesh_and_replica, whole_grad
+from tests.distributed.ranks import GroupOf, on_ranks
 from tests.runtime.checks import same_bits
 from tests.runtime.test_tied import EMBEDDING, WORDS, loss_fn, tied_layers
 
@@ -103,8 +102,7 @@ def grads_of(pipe: Pipeline, wrap: str) -> Grads:
 
 
 def train(wrap: str, schedule: str, executor: str) -> list[str]:
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     pipe = build(wrap, schedule, executor, over)
     expected = Expected(pipe)
     optimizer = torch.optim.SGD(list(pipe.parameters()), 0.1)
@@ -149,10 +147,10 @@ def test_tied_weights_of_replicas_train_as_one(wrap: str, schedule: str, executo
     assert holders == ([0, 2] if schedule == "zbv" else [0, 1, 2, 3])
 
 
-def on_two_routes(executor: str) -> None:
+@on_ranks(4)
+def test_copies_replicas_and_uses_are_summed(executor: str) -> None:
     """Each rank has the first and the last stage, twice over: copies, replicas and uses are all summed."""
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     pipe = build("argument", "dualpipe", executor, over)
     expected = Expected(pipe)
     x, y = batch(0, replica)
@@ -166,37 +164,30 @@ def on_two_routes(executor: str) -> None:
     assert all(same_bits(mine, other) for other in theirs)
 
 
-def test_copies_replicas_and_uses_are_summed(executor: str, group_of: GroupOf) -> None:
-    group_of(4).run(on_two_routes, executor)
-
-
-def wrapped_badly() -> dict[str, Any]:
+@on_ranks(4)
+def test_weights_that_are_wrapped_otherwise_are_refused() -> None:
     over = mesh()
-    rank = over.get_local_rank("pp")
 
     def make(wraps: dict[int, str], schedule: str = "1f1b") -> None:
         stages = dict(enumerate([nn.Embedding(4, 4), *(nn.Linear(4, 4, bias=False) for _ in range(3))]))
-        num_stages = 4 if schedule == "zbv" else 2
-        Pipeline(
-            lambda i: WRAPS[wraps.get(i, "none")](nn.Sequential(stages[i]), over["dp"]),
-            schedule,
-            COUNT,
-            loss_fn,
-            group=over["pp"],
-            tied=[("0.0.weight", f"{num_stages - 1}.0.weight")],
-        )
+        last = 3 if schedule == "zbv" else 1
 
-    return {
-        "rank": rank,
-        "apart": caught(lambda: make({0: "ddp"})),
-        "here": caught(lambda: make({0: "ddp", 3: "fsdp"}, "zbv")),
-        "own": caught(lambda: make({0: "ddp", 3: "ddp"}, "zbv")),
-    }
+        def stage(index: int) -> nn.Module:
+            return WRAPS[wraps.get(index, "none")](nn.Sequential(stages[index]), over["dp"])
 
+        tied = [("0.0.weight", f"{last}.0.weight")]
+        Pipeline(stage, schedule, COUNT, loss_fn, group=over["pp"], tied=tied)
 
-def test_weights_that_are_wrapped_otherwise_are_refused(group_of: GroupOf) -> None:
-    zero, one, *_ = group_of(4).run(wrapped_badly)
-    assert all("is in DistributedDataParallel but another in no wrapper" in f["apart"][1] for f in (zero, one))
-    assert "is in DistributedDataParallel but another in fully_shard" in zero["here"][1]
-    assert "stage 3 was wrapped in DistributedDataParallel while its 0.0.weight was a Parameter" in zero["own"][1]
-    assert one["here"][0] == one["own"][0] == "StepError"
+    for wraps, schedule, said, kind in (
+        ({0: "ddp"}, "1f1b", "is in DistributedDataParallel but another in no wrapper", Exception),
+        ({0: "ddp", 3: "fsdp"}, "zbv", "is in DistributedDataParallel but another in fully_shard", StepError),
+        (
+            {0: "ddp", 3: "ddp"},
+            "zbv",
+            "stage 3 was wrapped in DistributedDataParallel while its 0.0.weight was a Parameter",
+            StepError,
+        ),
+    ):
+        elsewhere = over.get_local_rank("pp") == 1
+        with pytest.raises(kind if elsewhere else Exception, match="" if elsewhere and kind is StepError else said):
+            make(wraps, schedule)

@@ -10,10 +10,9 @@ from torch import nn
 
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
 from fastpipe.testing import reference_step
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.distributed.meshes import mesh
-from tests.distributed.ranks import GroupOf
-from tests.distributed.test_step import caught
+from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_tied_data_parallel import batch
 from tests.runtime.checks import same_bits
 from tests.runtime.test_tied import EMBEDDING, batches, compare_steps, loss_fn, tied_layers
@@ -38,40 +37,34 @@ def go_on(schedule: str, executor: str, folder: str) -> list[float]:
     return [] if found is None else found.grad.flatten().tolist()
 
 
-@pytest.mark.parametrize(("schedule", "executor"), paired(["1f1b", "dualpipe", "zbv"]), indirect=["executor"])
+@executors_in_turn("schedule", ["1f1b", "dualpipe", "zbv"])
 def test_the_new_one_is_trained(schedule: str, executor: str, group_of: GroupOf, tmp_path: Any) -> None:
     zero, one = group_of(2).run(go_on, schedule, executor, str(tmp_path))
     assert zero and (zero == one or schedule == "zbv")
 
 
-def replace_unlike() -> dict[str, Any]:
+@on_ranks(2)
+def test_ranks_that_have_other_ones_are_refused() -> None:
     layers = tied_layers()
     pipe = Pipeline(layers, "1f1b", 4, loss_fn)
     take_step(pipe)
     own, rank = (layers[0].table, layers[-1])[dist.get_rank()], dist.get_rank()
     old = own.weight
-    found = {}
     if rank == 0:
         replace_tied(layers)
-    found["one rank"] = caught(lambda: take_step(pipe))
+    with pytest.raises(ValueError, match=f"{EMBEDDING} was replaced by another Parameter on rank 0"):
+        take_step(pipe)
     own.weight = old
     take_step(pipe)
     replace_tied(layers, seed=rank)
-    found["values"] = caught(lambda: take_step(pipe))
+    with pytest.raises(ValueError, match="has other values, shape or dtype on rank 1"):
+        take_step(pipe)
     replace_tied(layers)
     compare_steps(pipe, layers)
-    return found
 
 
-def test_ranks_that_have_other_ones_are_refused(group_of: GroupOf) -> None:
-    for found in group_of(2).run(replace_unlike):
-        name, text, *_ = found["one rank"]
-        assert name == "ValueError" and f"{EMBEDDING} was replaced by another Parameter on rank 0" in text
-        name, text, *_ = found["values"]
-        assert name == "ValueError" and "has other values, shape or dtype on rank 1" in text
-
-
-def with_replicas(executor: str) -> None:
+@on_ranks(4)
+def test_with_replicas(executor: str) -> None:
     """Each stage's gradient is averaged, and the averages are added: of the new weight."""
     over = mesh()
     layers = tied_layers()
@@ -93,25 +86,17 @@ def with_replicas(executor: str) -> None:
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_with_replicas(executor: str, group_of: GroupOf) -> None:
-    group_of(4).run(with_replicas, executor)
-
-
-def freeze_on_one_rank(schedule: str) -> dict[str, Any]:
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+@on_ranks(2)
+def test_a_weight_that_is_frozen_on_one_rank_alone_is_refused(schedule: str) -> None:
     layers = tied_layers()
     pipe = Pipeline(layers, schedule, 4, loss_fn)
     take_step(pipe)
     if dist.get_rank() == 0:
         next(pipe.parameters()).requires_grad_(False)
-    found = caught(lambda: take_step(pipe))
+    with pytest.raises(ValueError, match=f"requires_grad of {EMBEDDING} differs between ranks 0 and 1"):
+        take_step(pipe)
     next(pipe.parameters()).requires_grad_(False)
     if dist.get_rank() == 1:
         layers[0].table.weight.requires_grad_(False)
     take_step(pipe)
-    return found
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
-def test_a_weight_that_is_frozen_on_one_rank_alone_is_refused(schedule: str, group_of: GroupOf) -> None:
-    for name, text, *_ in group_of(2).run(freeze_on_one_rank, schedule):
-        assert name == "ValueError" and f"requires_grad of {EMBEDDING} differs between ranks 0 and 1" in text

@@ -1,7 +1,5 @@
 """What needs a GPU says, where there is none, what was therefore not checked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A model for the tests on a GPU: blocks whose kernels are deterministic."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

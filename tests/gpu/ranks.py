@@ -7,8 +7,6 @@ NCCL refuses two ranks on one device of a host. With another NCCL_HOSTID each th
 sockets: that is for correctness, and says nothing about speed.
 """
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import gc

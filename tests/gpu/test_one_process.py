@@ -1,7 +1,5 @@
 """Steps on one GPU, the ranks threads of one process."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ To start processes takes longer than most cases, so one launch runs all those of
 same ranks and transport. A case fails by itself; those after one that hangs, or loses the device, fail with it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

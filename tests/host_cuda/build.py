@@ -1,7 +1,5 @@
 """Builds the libraries, and says what a process needs to run over them."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

@@ -1,7 +1,5 @@
 """docs/launching.md: its files, as far as they run without a cluster."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

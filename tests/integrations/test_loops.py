@@ -1,7 +1,5 @@
 """The examples of Accelerate and Lightning: the same losses in one process and in two; what is refused."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

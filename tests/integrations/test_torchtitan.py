@@ -1,7 +1,5 @@
 """fastpipe.integrations.torchtitan: its Trainer has the losses that it has without a pipeline; the contract."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """fastpipe.integrations.transformers: the log is that of the Trainer without a pipeline, digit by digit."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Builds C++ with a sanitizer, without torch: the core with a stub in torch's place, and the planning library."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

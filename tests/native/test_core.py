@@ -1,7 +1,5 @@
 """The C++ core, with a stub in place of torch, on random programs under the compiler's sanitizers."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

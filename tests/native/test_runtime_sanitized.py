@@ -1,7 +1,5 @@
 """The whole extension, csrc/torch included, under the sanitizers: tests that use it run again with it, beside torch."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

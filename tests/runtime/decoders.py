@@ -49,6 +49,17 @@ def padded_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids, mask, ids.masked_fill(mask == 0, -100)
 
 
+def assert_like(pipe: fastpipe.Pipeline, unsplit: Any, rows: int) -> None:
+    """A step whose outputs and gradients are the unsplit model's, bit for bit."""
+    ids, mask, labels = padded_batch(rows)
+    result = pipe.step(ids, attention_mask=mask, target=labels)
+    layers = fastpipe.split(unsplit)
+    options: Any = {"loss_reduction": layers.num_tokens, "kwargs": {"attention_mask": mask}, "ties": pipe._ties}
+    reference = reference_step(unsplit, (ids, labels), pipe.schedule, layers.loss_fn, **options)
+    reference.outputs = [output.logits for output in reference.outputs]
+    assert_same(pipe, result, unsplit, reference)
+
+
 def train_decoder(
     kind: str, schedule: str, count: int, *, steps: int = 2, attention: str = "sdpa", **options: Any
 ) -> None:
@@ -56,15 +67,6 @@ def train_decoder(
     model = decoder(kind, attention)
     unsplit = copy.deepcopy(model)
     layers = fastpipe.split(model)
-    reduction = {"loss_reduction": layers.num_tokens}
-    pipe = fastpipe.Pipeline(layers, schedule, count, layers.loss_fn, **reduction, **options)
+    pipe = fastpipe.Pipeline(layers, schedule, count, layers.loss_fn, loss_reduction=layers.num_tokens, **options)
     for step in range(steps):
-        ids, mask, labels = padded_batch(2 * count + 1 + step)
-        result = pipe.step(ids, attention_mask=mask, target=labels)
-        batch = (ids, labels)
-        kwargs = {"attention_mask": mask}
-        reference = reference_step(
-            unsplit, batch, pipe.schedule, layers.loss_fn, **reduction, kwargs=kwargs, ties=pipe._ties
-        )
-        reference.outputs = [output.logits for output in reference.outputs]
-        assert_same(pipe, result, unsplit, reference)
+        assert_like(pipe, unsplit, 2 * count + 1 + step)

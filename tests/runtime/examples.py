@@ -1,7 +1,5 @@
 """Examples as people run them: a script, alone or under torchrun, and what it prints."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastpipe import add_loss
 from fastpipe.runtime.step.microbatch import Rules
-from tests.runtime.tree_models import BytesFirst, OneDict, Tree, decoder, u_net
+from tests.runtime.tree_models import BytesFirst, OneDict, Tree, WithLinear, decoder, u_net
 
 WIDTH = 6
 DEVICE = torch.device(os.environ.get("FASTPIPE_TEST_DEVICE", "cpu"))
@@ -71,12 +71,8 @@ class Embed(nn.Module):
         return self.table(tokens)
 
 
-class Masked(nn.Module):
+class Masked(WithLinear):
     """Hands on what it computes, and beside it what needs no gradient: a mask, positions, weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor, position: torch.Tensor, weight: torch.Tensor
@@ -158,12 +154,8 @@ class Gappy(nn.Module):
         return y[:, ::2], y[:, :1].expand(-1, WIDTH), y.mean(), y[:0]
 
 
-class InPlace(nn.Module):
+class InPlace(WithLinear):
     """Changes its input, as `nn.ReLU(inplace=True)` does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x.mul_(0.9).relu_())

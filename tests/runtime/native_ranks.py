@@ -1,7 +1,5 @@
 """All ranks of a program on the native executor in this process, without the Pipeline."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

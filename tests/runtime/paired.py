@@ -107,6 +107,13 @@ def compare(pipe: Pipeline, unsplit: Sequence[nn.Module], steps: int = 3, **opti
         assert torch.equal(before, torch.get_rng_state())
 
 
+def run(pipe: Pipeline, steps: int) -> None:
+    """Steps with a batch each."""
+    for step in range(steps):
+        x, y = batch(step)
+        pipe.step(x, target=y)
+
+
 def model_of(pipe: Pipeline) -> Chain:
     """The layers of a pipeline with one layer a stage."""
     return Chain({stage.index: stage.modules[0] for stage in sorted(pipe._stages, key=lambda stage: stage.index)})

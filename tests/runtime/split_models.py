@@ -9,7 +9,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.runtime import tree_models
+
 WIDTH = 8
+
+
+class WithLinear(tree_models.WithLinear):
+    """As wide as the others here."""
+
+    width = WIDTH
 
 
 class Mlp(nn.Module):
@@ -84,12 +92,8 @@ class Checkpointed(nn.Module):
         return y
 
 
-class Thrice(nn.Module):
+class Thrice(WithLinear):
     """One weight in three linears, so that the order of their sum shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
@@ -274,12 +278,8 @@ class Around(nn.Module):
         return torch.tanh(self.linear(self.inner(torch.tanh(self.linear(x)))))
 
 
-class Adapted(nn.Module):
+class Adapted(WithLinear):
     """Takes a step of its own with a copy of its weight, at every forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.linear.weight.detach().requires_grad_()

@@ -1,7 +1,5 @@
 """The turns of a pair whose halves meet at all-to-alls."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context

@@ -1,7 +1,5 @@
 """Processes of one attempt find each other among the keys of earlier ones, and those of another job are refused."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -18,7 +18,7 @@ from fastpipe.runtime.common import lost_peer
 from fastpipe.runtime.transport import process_group as coalesced
 from fastpipe.runtime.transport.groups import Membership
 from fastpipe.testing import Fault
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
 LAYERS = CASES["plain"].layers(4)
@@ -163,16 +163,8 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "a target for nobody": ({"loss_fn": None}, lambda p: p.step(X, target=Y), "target.*no loss_fn"),
     "a list too short": ({}, lambda p: p.step([X] * 3, target=Y), "the input has 3 microbatches.*num_microbatches = 4"),
     "a list of nothing": ({}, lambda p: p.step([], target=[]), "the input has 0 microbatches .*: pass as many$"),
-    "no input": (
-        {},
-        lambda p: p.step(None, target=Y),
-        "the input is None: the model's first layer needs 'x'",
-    ),
-    "no argument": (
-        {},
-        lambda p: p.step(target=Y),
-        "the input is missing: the model's first layer needs 'x'",
-    ),
+    "no input": ({}, lambda p: p.step(None, target=Y), "the input is None: the model's first layer needs 'x'"),
+    "no argument": ({}, lambda p: p.step(target=Y), "the input is missing: the model's first layer needs 'x'"),
     "no input but a name": (
         {"stages": [TwoInputs(), *LAYERS[1:]]},
         lambda p: p.step(None, target=Y, z=X),
@@ -293,9 +285,7 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("options", "step", "message", "executor"), paired(STEPS.values()), ids=STEPS, indirect=["executor"]
-)
+@executors_in_turn("options, step, message", STEPS.values(), ids=STEPS)
 def test_stepping_and_then_a_good_step(
     options: dict[str, Any], step: Callable[[Pipeline], Any], message: str, executor: str
 ) -> None:
@@ -320,11 +310,7 @@ class Converts(nn.Module):
 
 @pytest.mark.parametrize(
     "convert",
-    [
-        torch.Tensor.to_sparse,
-        torch.Tensor.to_mkldnn,
-        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
-    ],
+    [torch.Tensor.to_sparse, torch.Tensor.to_mkldnn, lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)],
     ids=["sparse", "mkldnn", "quantized"],
 )
 def test_what_is_not_dense_is_refused(convert: Callable[[torch.Tensor], torch.Tensor], executor: str) -> None:

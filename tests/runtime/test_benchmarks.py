@@ -1,7 +1,5 @@
 """What the benchmarks compare with is what they say it is."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

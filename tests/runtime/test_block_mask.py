@@ -1,7 +1,5 @@
 """FlexAttention's BlockMask as an argument of a step: each microbatch gets that of its rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What crosses a boundary between stages: every tree as it was; what cannot cross is refused by name."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 import json
@@ -22,10 +20,10 @@ from fastpipe.runtime.model.chain import names_later
 from fastpipe.runtime.stage.boundary import from_tensors, to_tensors, treespec_tensor
 from fastpipe.runtime.stage.losses import names_of
 from fastpipe.runtime.stage.stage import Chain
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.runtime.checks import assert_same, reference_of, same_bits
 from tests.runtime.models import CASES, WIDTH, Block, Case, squared
-from tests.runtime.tree_models import Attends, Down, Pair, Rotary, State, Up
+from tests.runtime.tree_models import Attends, Down, Pair, Rotary, State, Up, WithLinear
 
 
 class Colour(enum.Enum):
@@ -297,12 +295,8 @@ def test_the_cut_does_not_matter(executor: str, cut: list[int]) -> None:
     assert all(map(same_bits, [p.grad for layer in layers for p in layer.parameters()], expected))
 
 
-class Doubling(nn.Module):
+class Doubling(WithLinear):
     """Hands a tensor on in two places, and uses what it gets several times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = self.linear(x) * x
@@ -325,9 +319,7 @@ HANDED_ON_TWICE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "executor"), paired(itertools.product(HANDED_ON_TWICE, range(1, 8))), indirect=["executor"]
-)
+@executors_in_turn("name, first", itertools.product(HANDED_ON_TWICE, range(1, 8)))
 def test_a_tensor_that_is_handed_on_twice_stays_one(name: str, first: int, executor: str) -> None:
     """Wherever the model is cut; as two, the gradients of its uses would be added in another order."""
     case = HANDED_ON_TWICE[name]

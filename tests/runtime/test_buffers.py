@@ -1,7 +1,5 @@
 """Buffers are kept while something is tried, however a module changes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -14,12 +12,12 @@ from fastpipe.runtime.common.modules import keep_buffers
 class Replaces(nn.Module):
     """A forward that makes its buffer anew, as a running mean is often written."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 3) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("mean", torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return x - self.mean
 
 

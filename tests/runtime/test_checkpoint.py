@@ -14,11 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from fastpipe import MemoryCheckpoint, Pipeline, latest_checkpoint, load_checkpoint, make_schedule, save_checkpoint
 from fastpipe.runtime.stage.stage import Chain

@@ -1,7 +1,5 @@
 """Ranks on cores of their own, where FASTPIPE_PIN asks for it: how cores are shared out, and when they are not."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """What is current in an action, wherever one asks; and what users put around actions."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import Counter
@@ -31,7 +29,7 @@ class Log:
         self.seen: list[tuple[str, Current]] = []
         self.lock = threading.Lock()
 
-    def __deepcopy__(self, memo: Any) -> Log:
+    def __deepcopy__(self, memo: Any) -> "Log":
         return self  # of a stage that two ranks hold, too
 
     def add(self, where: str) -> None:

@@ -1,7 +1,5 @@
 """What a device has later than a step ends: told when it is there, read when asked for, dropped when nobody can."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a device comes to after its host: judged once, before any stream is let go, and told alike to all who ask."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

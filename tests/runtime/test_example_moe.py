@@ -1,7 +1,5 @@
 """examples/moe.py: all-to-alls beside the other direction's work change no bit, and spread experts are the experts."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from typing import Any

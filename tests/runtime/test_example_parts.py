@@ -1,7 +1,5 @@
 """The parts of examples/train_gpt.py, one by one."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """examples/train_gpt.py as a newcomer runs it: small, but whole."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Examples as people run them: alone and as several processes they print the same; resume.py goes on where it was."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

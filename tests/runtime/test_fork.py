@@ -1,7 +1,5 @@
 """Forked children of a process with a pipeline: they neither hang nor crash, and the pipeline goes on."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """fused_weight_grad: W adds to `.grad` by the products themselves; near the plain sum, and no hook is passed over."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

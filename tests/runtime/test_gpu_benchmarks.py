@@ -1,7 +1,5 @@
 """What the benchmarks for GPUs are made of, where there is none."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pipelines whose messages go through streams that may share a hardware queue: what is run instead, or refused."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """What stages pass on unchanged crosses to a rank once, where a placement visits ranks several times."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import product
 from typing import Any
@@ -17,11 +15,11 @@ from fastpipe.runtime.common import Tensors
 from fastpipe.runtime.model.chain import Chain
 from fastpipe.runtime.transport.transport import Endpoint, Message
 from fastpipe.testing import Loopback, reference_step
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.runtime.checks import assert_same, same_bits
 from tests.runtime.models import squared
+from tests.runtime.tree_models import WIDTH, WithLinear
 
-WIDTH = 6
 MICROBATCHES = 4
 
 
@@ -58,21 +56,13 @@ class Residual(nn.Module):
         return fastpipe.carry(x, blocks=(*blocks, torch.tanh(self.linear(x))))
 
 
-class Last(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class Last(WithLinear):
     def forward(self, x: torch.Tensor, blocks: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return self.linear(x + sum(blocks))
 
 
-class Changes(nn.Module):
+class Changes(WithLinear):
     """Changes in place what others read later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor, memory: torch.Tensor) -> Any:
         x = self.linear(x) * scale.clone() + memory
@@ -93,33 +83,21 @@ class Starts(nn.Module):
         return fastpipe.carry(x.clone(), scale=torch.full((1, WIDTH), 0.9), memory=memory.clone())
 
 
-class Reads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class Reads(WithLinear):
     def forward(self, x: torch.Tensor, scale: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         # a clone, as a product saves what is changed in place later
         return torch.tanh(self.linear(x)) * scale.clone() + memory
 
 
-class Passes(nn.Module):
+class Passes(WithLinear):
     """Reads nothing of what is carried."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.linear(x))
 
 
-class Masks(nn.Module):
+class Masks(WithLinear):
     """A plain tuple, of which the second is new in every stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, *mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x = torch.tanh(self.linear(x if not mask else x + 0.3 * mask[0]))
@@ -163,7 +141,7 @@ def nothing_is_left(pipe: Pipeline) -> bool:
     return all(s.held is None or not (s.held.tensors or s.held.grads or s._received_tensors) for s in pipe._stages)
 
 
-@pytest.mark.parametrize(("schedule", "model", "executor"), paired(product(PLACES, MODELS)), indirect=["executor"])
+@executors_in_turn("schedule, model", product(PLACES, MODELS))
 def test_without_the_option_the_unsplit_models_bits(schedule: str, model: str, executor: str) -> None:
     x, target = batch()
     pipe = pipeline(model, schedule, executor)

@@ -119,15 +119,23 @@ def test_it_listens_where_the_ranks_come() -> None:
     line.close(0)
 
 
-def test_strangers_who_say_nothing_keep_nobody_waiting() -> None:
-    """They are heard at the same time as the others."""
+@pytest.mark.parametrize(
+    ("greeting", "count"), [(None, 20), (b"", 1), (b"GET / HTTP/1.1\r\n\r\n", 1), (b"0" * 39 + b"1", 1)]
+)
+def test_strangers_are_not_let_in(greeting: bytes | None, count: int) -> None:
+    """Those who say nothing keep nobody waiting: they are heard at the same time as the others."""
     first, second = Lifeline(0), Lifeline(1)
     offer = first.offer(STORE)
-    strangers = [socket.create_connection(offer["address"]) for _ in range(20)]
+    strangers = [socket.create_connection(offer["address"]) for _ in range(count)]
+    for stranger in strangers if greeting is not None else ():
+        stranger.sendall(greeting)
+        stranger.shutdown(socket.SHUT_WR)
     thread = threading.Thread(target=second.connect, args=(offer, [1]))
     thread.start()
     assert first.connect(offer, [1]) == [1]
     thread.join()
+    assert greeting is None or strangers[0].recv(1) == b""
+    assert second.ended() == {}
     for stranger in strangers:
         stranger.close()
     for line in (first, second):
@@ -141,22 +149,6 @@ def test_a_process_that_is_busy_is_not_gone() -> None:
         first._next_beat = 0.0
         first.beat()
     assert first.ended() == second.ended() == {}
-    for line in (first, second):
-        line.close(0)
-
-
-@pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", b"0" * 39 + b"1"])
-def test_strangers_are_not_let_in(greeting: bytes) -> None:
-    first, second = Lifeline(0), Lifeline(1)
-    offer = first.offer(STORE)
-    stranger = socket.create_connection(offer["address"])
-    stranger.sendall(greeting)
-    stranger.shutdown(socket.SHUT_WR)
-    thread = threading.Thread(target=second.connect, args=(offer, [1]))
-    thread.start()
-    assert first.connect(offer, [1]) == [1]
-    thread.join()
-    assert stranger.recv(1) == b"" and second.ended() == {}
     for line in (first, second):
         line.close(0)
 

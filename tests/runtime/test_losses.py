@@ -15,7 +15,7 @@ from fastpipe import AddedLosses, Pipeline, add_loss, make_schedule
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.runtime.step.result import StepResult
 from fastpipe.testing import reference_step
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.runtime.checks import assert_same, reference_of, same_bits, train_and_compare
 from tests.runtime.models import CASES, WIDTH, Balanced, Block, Case, measured, squared
 from tests.runtime.paired import PAIRED, Own
@@ -34,18 +34,14 @@ def grads(module: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "executor"), paired(TWO), indirect=["executor"])
+@executors_in_turn("schedule, num_ranks, num_microbatches", TWO)
 def test_added_losses_with_schedules_of_each_kind(
     schedule: str, num_ranks: int, num_microbatches: int, executor: str
 ) -> None:
     train_and_compare("added_losses", schedule, num_microbatches, num_ranks=num_ranks, executor=executor, steps=2)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "case", "executor"),
-    paired(itertools.product(PAIRED, ["added_losses", "added_and_recomputed"])),
-    indirect=["executor"],
-)
+@executors_in_turn("schedule, case", itertools.product(PAIRED, ["added_losses", "added_and_recomputed"]))
 def test_added_losses_in_pairs(schedule: str, case: str, executor: str) -> None:
     train_and_compare(case, schedule, 8, num_ranks=2, executor=executor, overlap="always")
 
@@ -159,11 +155,7 @@ def test_an_added_loss_makes_a_difference_and_is_added_once(executor: str) -> No
 REDUCTIONS: dict[str, Any] = {"mean": "mean", "sum": "sum", "weight": lambda target: float(target.abs().sum())}
 
 
-@pytest.mark.parametrize(
-    ("reduction", "schedule", "executor"),
-    paired(itertools.product(REDUCTIONS, ["1f1b", "dualpipe", "zbv"])),
-    indirect=["executor"],
-)
+@executors_in_turn("reduction, schedule", itertools.product(REDUCTIONS, ["1f1b", "dualpipe", "zbv"]))
 def test_everything_weighs_like_the_loss(reduction: str, schedule: str, executor: str) -> None:
     """Over microbatches of 1, 5, 2 and 4 rows."""
     layers = [Balanced(), Block(), Balanced(), Balanced()]
@@ -228,7 +220,7 @@ def whole_numbers(*shape: int) -> torch.Tensor:
     return torch.randint(-1, 2, shape).double()
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "executor"), paired(TWO), indirect=["executor"])
+@executors_in_turn("schedule, num_ranks, num_microbatches", TWO)
 def test_n_steps_give_n_times_the_gradient(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     """Of whole numbers, of which every sum is exact in any order; evaluations in between change nothing."""
     num_stages = make_schedule(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches).num_stages

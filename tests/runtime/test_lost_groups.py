@@ -3,8 +3,6 @@
 Nobody waits for that rank, neither who makes connections nor who ends them.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -33,8 +31,7 @@ class Waits:
 
 
 @pytest.mark.parametrize(
-    ("failure", "rank"),
-    [(Failure(2, DIED, is_fatal=True), 2), (Failure(None, "the store is gone", is_fatal=True), -1)],
+    ("failure", "rank"), [(Failure(2, DIED, is_fatal=True), 2), (Failure(None, "the store is gone", is_fatal=True), -1)]
 )
 def test_who_is_let_go_knows_why(failure: Failure, rank: int) -> None:
     order: list[object] = []

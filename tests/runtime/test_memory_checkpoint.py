@@ -1,7 +1,5 @@
 """Copies in memory, of one process: complete at every instant, private, and refused by name where they do not work."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The native executor against plain autograd, and what it must survive."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
@@ -15,9 +13,7 @@ from fastpipe.program import Op  # noqa: E402
 from fastpipe.runtime import native  # noqa: E402
 from tests.runtime.native_ranks import NativeRanks, lowered, squares  # noqa: E402
 
-pytestmark = [
-    pytest.mark.skipif(native.load() is None, reason=native.native_status()),
-]
+pytestmark = [pytest.mark.skipif(native.load() is None, reason=native.native_status())]
 
 ROWS, WIDTH, MICROBATCHES = 3, 8, 6
 

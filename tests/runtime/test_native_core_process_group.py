@@ -1,7 +1,5 @@
 """The native executor over Gloo, in processes of their own; the Pipeline's control plane is not there to help."""
 
-from __future__ import annotations
-
 import copy
 import os
 
@@ -23,9 +21,7 @@ from tests.runtime.native_ranks import lowered, squares  # noqa: E402
 from tests.runtime.test_native_core import blocks, data, parameters, unsplit  # noqa: E402
 from tests.scripts import SERVER, start_server  # noqa: E402
 
-pytestmark = [
-    pytest.mark.skipif(native.load() is None, reason=native.native_status()),
-]
+pytestmark = [pytest.mark.skipif(native.load() is None, reason=native.native_status())]
 MICROBATCHES = 4
 
 

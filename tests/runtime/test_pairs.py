@@ -16,7 +16,7 @@ from fastpipe.runtime.stage.pairs import IN_ORDER, MEASURED, TOGETHER, pair_poli
 from fastpipe.testing import Fault
 from tests.patience import PATIENCE
 from tests.runtime.checks import same_bits, unequal
-from tests.runtime.paired import PAIRED, WIDTH, Layer, Own, batch, compare, layers_of, make, model_of, num_stages
+from tests.runtime.paired import PAIRED, WIDTH, Layer, Own, batch, compare, layers_of, make, model_of, num_stages, run
 
 
 @pytest.mark.parametrize("overlap", ["always", "never", "auto"])
@@ -63,9 +63,7 @@ def test_describe_says_why_pairs_go_in_order(executor: str) -> None:
 
 def test_describe_names_stages_that_cannot_overlap_with_themselves(executor: str) -> None:
     pipe = make([Layer(), Layer(recomputes=True)], "1f1b_overlap", executor, overlap="always")
-    for step in range(2):
-        x, y = batch(step)
-        pipe.step(x, target=y)
+    run(pipe, 2)
     assert "; in order: stages 0, 1 with themselves" in pipe.describe()
     assert "in order:" not in make(layers_of(Layer, 2), "1f1b_overlap", executor, overlap="never").describe()
 
@@ -79,10 +77,9 @@ def test_an_interrupt_inside_a_pair(backward: bool, executor: str) -> None:
     kind = "B" if backward else "F"
     parts = {str(part) for rank in pipe.schedule for action in rank if len(action.parts) == 2 for part in action.parts}
     assert f"0{kind}{microbatch}" in parts
-    for step in range(2):
-        x, y = batch(step)
-        pipe.step(x, target=y)
+    run(pipe, 2)
     assert pipe._steps.ranks.pair_counts().together > 0
+    x, y = batch(1)
     with pytest.raises(KeyboardInterrupt):
         pipe.step(x, target=y)
     unsplit = model_of(pipe)
@@ -96,9 +93,7 @@ def test_an_interrupt_inside_a_pair(backward: bool, executor: str) -> None:
 
 def test_what_draws_and_recomputes_nothing_goes_together(executor: str) -> None:
     pipe = make(layers_of(lambda: Layer(0.3), 2), "dualpipev", executor, overlap="always", num_ranks=1)
-    for step in range(2):
-        x, y = batch(step)
-        pipe.step(x, target=y)
+    run(pipe, 2)
     assert pipe._steps.ranks.pair_counts().together > 0
 
 
@@ -132,9 +127,7 @@ def test_a_stage_recomputes_beside_no_forward_of_its_own(executor: str) -> None:
         for overlap in ("always", "never")
     ]
     for pipe in pipes:
-        for step in range(3):
-            x, y = batch(step)
-            pipe.step(x, target=y)
+        run(pipe, 3)
     states = [pipe.state_dict() for pipe in pipes]
     assert all(same_bits(found, states[1][name]) for name, found in states[0].items())
     assert pipes[0]._steps.ranks.pair_counts().together == 0
@@ -142,8 +135,7 @@ def test_a_stage_recomputes_beside_no_forward_of_its_own(executor: str) -> None:
 
 def test_what_is_settled_is_not_measured() -> None:
     pipe = make(layers_of(Layer, 1), "1f1b_overlap", "python", overlap="always", num_ranks=1)
-    for _ in range(3):
-        pipe.step(batch()[0], target=batch()[1])
+    run(pipe, 3)
     (held,) = pipe._steps.ranks._executors.values()
     assert pipe._steps.ranks.pair_counts().together > 0 and not held[0]._pairs._clocks  # type: ignore[attr-defined]
 
@@ -234,9 +226,7 @@ def test_the_helper_computes_as_the_rank_does(executor: str) -> None:
             (layer,) = layers_of(Shared, 1)
             pipe = make([layer, layer], "dualpipev", executor, overlap=overlap, num_ranks=1)
             with torch.autocast("cpu", torch.bfloat16):
-                for step in range(2):
-                    x, y = batch(step)
-                    pipe.step(x, target=y)
+                run(pipe, 2)
             grads.append([p.grad for p in layer.parameters()])
         assert all(map(same_bits, *grads))
     finally:
@@ -253,9 +243,7 @@ def test_the_helper_ends_with_the_pipeline(executor: str) -> None:
     def drop(pipes: int) -> None:
         for _ in range(pipes):
             pipe = make(layers_of(Layer, 2), "dualpipev", executor, overlap="always", num_ranks=1)
-            for step in range(2):
-                x, y = batch(step)
-                pipe.step(x, target=y)
+            run(pipe, 2)
             assert pipe._steps.ranks.pair_counts().together > 0
 
     drop(1)

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpipe import GradScaler, Pipeline, check_parity
 from fastpipe.testing import reference_step
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.runtime.checks import assert_same, reference_of, rows_for, same_bits, unequal
 from tests.runtime.models import CASES, WIDTH, Balanced, Block, Case, squared
 from tests.runtime.test_losses import TWO, grads, whole
@@ -25,10 +25,8 @@ def in_float(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 AMP = Case(lambda n: [Balanced(recomputes=i % 3 == 2) if i % 2 else Block() for i in range(n)], loss_fn=in_float)
 
 
-@pytest.mark.parametrize(
-    ("half", "schedule", "executor"),
-    paired(itertools.product([0, 1], ["1f1b", "interleaved_zb", "dualpipev", "dualpipe", "1f1b_overlap"])),
-    indirect=["executor"],
+@executors_in_turn(
+    "half, schedule", itertools.product([0, 1], ["1f1b", "interleaved_zb", "dualpipev", "dualpipe", "1f1b_overlap"])
 )
 def test_autocast_reaches_every_thread(half: int, schedule: str, executor: str) -> None:
     dtype, recompute = HALVES[half], ["none", "full"][half]
@@ -45,7 +43,7 @@ def test_autocast_reaches_every_thread(half: int, schedule: str, executor: str) 
     assert not all(same_bits(a, b) for a, b in zip(grads(plain), grads(unsplit), strict=True))
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "executor"), paired(TWO), indirect=["executor"])
+@executors_in_turn("schedule, num_ranks, num_microbatches", TWO)
 def test_the_scale_is_in_every_backward(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     case = CASES["added_losses"]
     layers = case.layers(2 * num_ranks * 2 + 1)
@@ -126,7 +124,7 @@ def test_a_scaler_that_is_not_enabled_does_nothing(executor: str) -> None:
 BF16 = CASES["bfloat16"]
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "executor"), paired(TWO), indirect=["executor"])
+@executors_in_turn("schedule, num_ranks, num_microbatches", TWO)
 def test_gradients_in_fp32(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     count = 4 * num_ranks + 1
     unsplit = whole(BF16, count)

@@ -1,7 +1,5 @@
 """What the fixture finds that every test is under: each kind of thing, while it is otherwise than before."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

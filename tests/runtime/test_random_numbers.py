@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fastpipe import Pipeline
 from fastpipe.runtime.stage.random_numbers import generators_lock, microbatch_seed
 from fastpipe.testing import Fault, reference_step
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.runtime.checks import same_bits
 from tests.runtime.paired import SEED, WIDTH, Layer, batch, layers_of, make
 from tests.runtime.paired import compare as compare_by
@@ -37,9 +37,7 @@ def compare(pipe: Pipeline, layers: Sequence[nn.Module], steps: int = 3, **optio
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(
-    ("schedule", "mode", "executor"), paired(itertools.product(SCHEDULES, MODES)), indirect=["executor"]
-)
+@executors_in_turn("schedule, mode", itertools.product(SCHEDULES, MODES))
 def test_the_masks_are_those_of_the_unsplit_model(schedule: str, mode: bool | str, executor: str) -> None:
     """The unsplit model recomputes nothing, so a recompute with another mask than its forward's would show."""
     compare(pipeline(dropping(mode), schedule, executor), dropping(False))
@@ -129,11 +127,7 @@ class Alone(nn.Module):
         return out
 
 
-@pytest.mark.parametrize(
-    ("schedule", "rng", "executor"),
-    paired(itertools.product(["1f1b", "zbv", "dualpipev"], [None, "per_microbatch"])),
-    indirect=["executor"],
-)
+@executors_in_turn("schedule, rng", itertools.product(["1f1b", "zbv", "dualpipev"], [None, "per_microbatch"]))
 def test_a_recompute_draws_the_mask_of_its_forward_beside_other_ranks(
     schedule: str, rng: str | None, executor: str
 ) -> None:

@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from fastpipe import CostModel, Pipeline, check_parity, simulate
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.runtime.checks import assert_same, rows_for, same_bits, train_and_compare, unequal
 from tests.runtime.models import CASES, WIDTH, Block, Case, squared
 from tests.runtime.paired import PAIRED, Own
 from tests.runtime.test_losses import TWO, whole
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "executor"), paired(TWO), indirect=["executor"])
+@executors_in_turn("schedule, num_ranks, num_microbatches", TWO)
 def test_schedules_of_each_kind(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     options = {"num_ranks": num_ranks, "executor": executor, "recompute": "full", "steps": 2}
     train_and_compare("added_losses", schedule, num_microbatches, **options)
@@ -41,9 +41,7 @@ def test_every_boundary(case: str, way: str, executor: str) -> None:
         train_and_compare(case, "dualpipev", 5, **options)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "way", "executor"), paired(itertools.product(PAIRED, ["full", "layers"])), indirect=["executor"]
-)
+@executors_in_turn("schedule, way", itertools.product(PAIRED, ["full", "layers"]))
 def test_pairs(schedule: str, way: str, executor: str) -> None:
     options = {"num_ranks": 2, "executor": executor, "overlap": "always", "recompute": way}
     train_and_compare("plain", schedule, 8, num_layers=8, **options)
@@ -69,10 +67,8 @@ class Counted(nn.Module):
 COUNTED = Case(lambda n: [Counted() for _ in range(n)])
 
 
-@pytest.mark.parametrize(
-    ("schedule", "way", "executor"),
-    paired(itertools.product(["1f1b", "zb_h1", "zbv", "dualpipev", "dualpipe"], ["full", "layers", "none"])),
-    indirect=["executor"],
+@executors_in_turn(
+    "schedule, way", itertools.product(["1f1b", "zb_h1", "zbv", "dualpipev", "dualpipe"], ["full", "layers", "none"])
 )
 def test_one_recompute_a_microbatch(way: str, schedule: str, executor: str) -> None:
     pipe = Pipeline(COUNTED.layers(8), schedule, 8, squared, num_ranks=2, executor=executor, recompute=way)
@@ -85,11 +81,7 @@ def test_one_recompute_a_microbatch(way: str, schedule: str, executor: str) -> N
     assert {layer.calls for layer in layers} == {microbatches * (2 * (1 if way == "none" else 2) + 1)}
 
 
-@pytest.mark.parametrize(
-    ("schedule", "reentrant", "executor"),
-    paired(itertools.product(["1f1b", "zb_h1", "zbv", "dualpipev"], [False, True])),
-    indirect=["executor"],
-)
+@executors_in_turn("schedule, reentrant", itertools.product(["1f1b", "zb_h1", "zbv", "dualpipev"], [False, True]))
 def test_one_recompute_by_the_layers_own_checkpoint(schedule: str, reentrant: bool, executor: str) -> None:
     class Own(Counted):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,10 +146,8 @@ class Drops(nn.Module):
 DROPS = Case(lambda n: [Drops() for _ in range(n)])
 
 
-@pytest.mark.parametrize(
-    ("way", "schedule", "executor"),
-    paired(itertools.product(["full", "layers"], ["1f1b", "zb_h1", "zbv", "dualpipev", "interleaved_zb"])),
-    indirect=["executor"],
+@executors_in_turn(
+    "way, schedule", itertools.product(["full", "layers"], ["1f1b", "zb_h1", "zbv", "dualpipev", "interleaved_zb"])
 )
 def test_random_numbers_and_buffers_are_those_of_the_forward(schedule: str, way: str, executor: str) -> None:
     options = {"num_ranks": 2, "executor": executor, "rng": "per_microbatch", "overlap": "always"}

@@ -1,7 +1,5 @@
 """A recording on CUDA that fails, with what torch has for CUDA replaced: there may be no GPU here."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -12,7 +12,7 @@ from torch import nn
 from fastpipe import Pipeline
 from fastpipe.runtime.model.chain import Chain
 from fastpipe.testing import reference_step
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.runtime.checks import same_bits, unequal
 
 WIDTH = 6
@@ -91,7 +91,7 @@ CHANGES: dict[str, Callable[[Repeated], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize(("change", "executor"), paired(CHANGES), indirect=["executor"])
+@executors_in_turn("change", CHANGES)
 def test_what_is_changed_later_is_changed_in_all_stages(change: str, executor: str) -> None:
     layer, layers, pipe = build(executor=executor)
     compare(pipe, layers)

@@ -1,7 +1,5 @@
 """Measure, plan, go on by the plan: what is measured, that nothing else changes, and that the bits stay the model's."""
 
-from __future__ import annotations
-
 import copy
 import time
 from dataclasses import replace
@@ -14,7 +12,7 @@ from torch import nn
 import fastpipe
 from fastpipe import Pipeline, make_schedule
 from fastpipe.runtime.model.chain import Chain, Layers
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.runtime.checks import assert_same, reference_of, same_bits
 from tests.runtime.models import CASES, WIDTH, Block, squared
 
@@ -41,7 +39,7 @@ def plan_for(pipe: Pipeline, costs: Any, **options: Any) -> fastpipe.Plan:
 MODELS = ["added_and_recomputed", "carried", "frozen_first", "metrics", "one_dict", "tokens", "two_tensors", "u_net"]
 
 
-@pytest.mark.parametrize(("name", "executor"), paired(MODELS), indirect=["executor"])
+@executors_in_turn("name", MODELS)
 def test_a_model_of_each_kind_is_profiled_planned_and_goes_on(name: str, executor: str) -> None:
     """Gradients accumulate over the steps before and after, and stay those of the unsplit model."""
     case = CASES[name]

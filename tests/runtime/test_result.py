@@ -1,7 +1,5 @@
 """What the processes tell each other of a step's losses comes back as it was."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from functools import partial

@@ -14,9 +14,8 @@ from torch import nn
 import fastpipe
 from fastpipe import Pipeline
 from fastpipe.runtime.split.hugging_face import SUPPORTED
-from fastpipe.testing import reference_step
-from tests.runtime.checks import assert_same, same_bits
-from tests.runtime.decoders import decoder, padded_batch
+from tests.runtime.checks import same_bits
+from tests.runtime.decoders import assert_like, decoder, padded_batch
 
 
 def on_meta(kind: str, **options: Any) -> Any:
@@ -30,16 +29,6 @@ def build(model: Any, schedule: str = "zbv", **options: Any) -> Pipeline:
     return Pipeline(layers, schedule, 4, layers.loss_fn, **options)
 
 
-def assert_like(pipe: Pipeline, whole: Any) -> None:
-    ids, mask, labels = padded_batch(9)
-    result = pipe.step(ids, attention_mask=mask, target=labels)
-    kwargs, layers = {"attention_mask": mask}, fastpipe.split(whole)
-    options: Any = {"loss_reduction": layers.num_tokens, "kwargs": kwargs, "ties": pipe._ties}
-    reference = reference_step(whole, (ids, labels), pipe.schedule, layers.loss_fn, **options)
-    reference.outputs = [output.logits for output in reference.outputs]
-    assert_same(pipe, result, whole, reference)
-
-
 @pytest.mark.parametrize("kind", SUPPORTED)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_of_several_files(kind: str, tied: bool, tmp_path: Path) -> None:
@@ -49,7 +38,7 @@ def test_a_model_of_several_files(kind: str, tied: bool, tmp_path: Path) -> None
     model = on_meta(kind, tied=tied)
     pipe = build(model)
     fastpipe.load_safetensors(tmp_path, pipe)
-    assert_like(pipe, whole)
+    assert_like(pipe, whole, 9)
 
 
 def test_a_single_file_and_stages_that_have_memory(tmp_path: Path) -> None:
@@ -58,7 +47,7 @@ def test_a_single_file_and_stages_that_have_memory(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "model.safetensors", str(tmp_path)):
         pipe = build(decoder("llama", initializer_range=0.5), "1f1b")
         fastpipe.load_safetensors(path, pipe)
-        assert_like(pipe, decoder("llama"))
+        assert_like(pipe, decoder("llama"), 9)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
@@ -74,7 +63,7 @@ def test_initialised_as_transformers_does(kind: str) -> None:
     for one in (whole, model):
         torch.manual_seed(3)
         one.initialize_weights()
-    assert_like(pipe, whole)
+    assert_like(pipe, whole, 9)
 
 
 def test_values_take_the_dtype_of_the_parameters(tmp_path: Path) -> None:
@@ -104,7 +93,7 @@ def test_what_is_not_in_the_files_is_named(tmp_path: Path, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "fastpipe"):
         load(good | {"model.layers.0.rotary_emb.inv_freq": torch.zeros(4)})
     assert "tensors that no stage has, and that are not loaded (1): model.layers.0.rotary_emb.inv_freq" in caplog.text
-    assert_like(pipe, decoder("llama"))
+    assert_like(pipe, decoder("llama"), 9)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

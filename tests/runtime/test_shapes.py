@@ -1,7 +1,5 @@
 """Shapes that change between steps and microbatches, what is refused, and what an evaluation leaves alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Shared memory with the ranks as threads: what arrives, where it lies, who may hold it, and what is left."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -67,10 +65,7 @@ def layers(count: int) -> list[nn.Module]:
     return [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("name", "num_ranks", "num_stages"),
-    [("gpipe", 4, 4), ("dualpipev", 2, 4)],
-)
+@pytest.mark.parametrize(("name", "num_ranks", "num_stages"), [("gpipe", 4, 4), ("dualpipev", 2, 4)])
 def test_gradients_are_those_of_plain_autograd(
     ranks_of: type[NativeRanks], name: str, num_ranks: int, num_stages: int
 ) -> None:
@@ -131,22 +126,25 @@ def test_what_is_received_lies_in_few_places(ranks_of: type[NativeRanks]) -> Non
     assert all(any(low <= place < high for low, high in shared) for place in places), "it was copied out"
 
 
-def test_what_a_stage_keeps_is_not_overwritten(ranks_of: type[NativeRanks]) -> None:
-    kept = []
+class Keeps(list[torch.Tensor]):
+    """A stage that hands on what it gets, and keeps it."""
 
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        kept.append((x.detach(), x.detach().clone()))
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.append(x.detach())
         return x
 
+
+def test_what_a_stage_keeps_is_not_overwritten(ranks_of: type[NativeRanks]) -> None:
     first, last = layers(2)
-    ranks = ranks_of([first, keep, last], lowered("1f1b", 3, COUNT))
+    kept, copies = Keeps(), Keeps()
+    ranks = ranks_of([first, lambda x: (copies(x.clone()), kept(x))[1], last], lowered("1f1b", 3, COUNT))
     inputs, targets = data()
     for step in range(40):
         ranks.step([(value + step,) for (value,) in inputs], targets, announce=step == 0)
         assert not ranks.errors
         if step % 10 == 9:
-            assert all(torch.equal(one, copied) for one, copied in kept)
-            del kept[: len(kept) // 2]
+            assert all(map(torch.equal, kept, copies))
+            del kept[: len(kept) // 2], copies[: len(copies) // 2]
 
 
 def test_messages_may_grow_and_shrink(ranks_of: type[NativeRanks]) -> None:
@@ -182,14 +180,9 @@ def test_nothing_grows_in_100_steps_and_nothing_is_left(ranks_of: type[NativeRan
 
 def test_a_forked_process_frees_nothing(ranks_of: type[NativeRanks]) -> None:
     """It has copies of the tensors, and lets go of them at its end; their memory is shared with it."""
-    kept: list[torch.Tensor] = []
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        kept.append(x.detach())
-        return x
-
+    kept = Keeps()
     first, last = layers(2)
-    ranks = ranks_of([first, keep, last], lowered("1f1b", 3, 2))
+    ranks = ranks_of([first, kept, last], lowered("1f1b", 3, 2))
     inputs, targets = data(2)
     ranks.step(inputs, targets, announce=True)
     ranks.step(inputs, targets, announce=False)

@@ -1,7 +1,5 @@
 """What a step looks at to know whether shapes may have changed: every change is noticed, and nothing else."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -13,9 +13,10 @@ from fastpipe import Pipeline, make_schedule
 from fastpipe.runtime.common import pytree
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
-from tests.conftest import paired
+from tests.conftest import executors_in_turn
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.models import CASES, WIDTH, Batch, Block, squared
+from tests.runtime.tree_models import WithLinear
 
 CASE = CASES["plain"]
 
@@ -51,12 +52,8 @@ def test_a_batch_a_list_and_an_iterator_are_the_same(executor: str) -> None:
         assert all(same_bits(gradients[name], found[0][1][name]) for name in gradients)
 
 
-class Attends(nn.Module):
+class Attends(WithLinear):
     """Takes a batch in its second dimension, a table for all, and two keywords."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, table: torch.Tensor, *, every: torch.Tensor, pairs: Any) -> torch.Tensor:
         return self.linear(x) + table + every.sum() + sum(pairs)
@@ -368,11 +365,7 @@ def test_a_forward_only_schedule_has_no_reference_step() -> None:
         reference_step(CASE.layers(4), (batch_of().args[0], batch_of().target), schedule, squared)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "executor"),
-    paired(["1f1b", "zbv", "dualpipe", "dualpipev"]),
-    indirect=["executor"],
-)
+@executors_in_turn("schedule", ["1f1b", "zbv", "dualpipe", "dualpipev"])
 def test_gradients_are_added_to_in_place(schedule: str, executor: str) -> None:
     """As by `backward()`: they may be parts of one buffer, which is reduced or clipped as a whole."""
     pipe = pipeline([Block() for _ in range(4)], schedule, 4, executor=executor)

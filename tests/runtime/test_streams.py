@@ -4,8 +4,6 @@ It stands in for a GPU as far as order is concerned: which stream waits for whic
 the host waits. What a GPU does besides is not checked.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

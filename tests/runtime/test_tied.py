@@ -203,10 +203,7 @@ def test_it_is_described(executor: str) -> None:
     [
         (["0.table.weight", "7.weight"], "tied has '0.table.weight': give groups of two or more names"),
         ([("0.table.weight",)], "give groups of two or more"),
-        (
-            [("0.table.weight", "9.weight")],
-            "tied: '9.weight' names no layer; names begin with the layer's",
-        ),
+        ([("0.table.weight", "9.weight")], "tied: '9.weight' names no layer; names begin with the layer's"),
         ([("0.table.weight", "7.bias")], "tied: 7.bias is no parameter of the model"),
         ([("0.table.weight", "1.linear.weight")], r"1.linear.weight is torch.float32 \(6, 6\) but 0.table.weight is"),
     ],

@@ -1,7 +1,5 @@
 """The private names behind the door are there, in this torch and, nightly, in the newest that installs."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

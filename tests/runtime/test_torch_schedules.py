@@ -1,7 +1,5 @@
 """torch.distributed.pipelining: files both ways, in both of its formats; orders that are its own, action for action."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

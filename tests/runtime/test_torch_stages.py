@@ -1,7 +1,5 @@
 """Models that torch.distributed.pipelining traced, as they are: against the model that was traced."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Slow steps are reported with what each rank does; errors say where the ranks were."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

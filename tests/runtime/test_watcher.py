@@ -1,7 +1,5 @@
 """The watcher's thread: whom it takes for lost, what it hears while it looks, and that nothing it tells ends it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

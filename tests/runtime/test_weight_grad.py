@@ -21,6 +21,7 @@ from tests.runtime.split_models import (
     Mlp,
     Parametrised,
     Transformer,
+    WithLinear,
     batch_of,
     layers_of,
     squared,
@@ -148,12 +149,8 @@ def test_one_recompute(inner: Callable[[], nn.Module], reentrant: tuple[bool, ..
     assert {block.calls for block in blocks} == {2 * 5 * (2 + depth) for depth in range(len(reentrant))}
 
 
-class Elsewhere(nn.Module):
+class Elsewhere(WithLinear):
     """A weight with a use that is no linear's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) + x * self.linear.weight.mean()
@@ -175,11 +172,7 @@ def test_what_is_frozen_at_first_may_thaw(kernel: str) -> None:
 def test_a_gradient_inside_the_forward(kernel: str) -> None:
     """A penalty on the input's gradient differentiates the linears twice, within F."""
 
-    class Penalised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
+    class Penalised(WithLinear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x if x.requires_grad else x.detach().requires_grad_()
             y = torch.tanh(self.linear(x))

@@ -31,6 +31,7 @@ from tests.runtime.split_models import (
     Mlp,
     Strided,
     Transformer,
+    WithLinear,
     batch_of,
     layers_of,
     squared,
@@ -139,11 +140,7 @@ def test_what_waits_must_not_be_changed(fused: bool, kernel: str) -> None:
     """A whole backward has read it before; here the weight's gradient would be a wrong one."""
     buffer = torch.zeros(4, 5, WIDTH)
 
-    class Copies(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
+    class Copies(WithLinear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = self.linear(buffer.copy_(x))
             return out

@@ -1,7 +1,5 @@
 """Layers that hand on more than tensors: trees, None, numbers, and values that skip stages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +10,16 @@ from torch.utils import _pytree as pytree
 import fastpipe
 
 WIDTH = 6
+
+
+class WithLinear(nn.Module):
+    """What layers have in common that have one linear."""
+
+    width = WIDTH
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(self.width, self.width)
 
 
 class Pair(NamedTuple):
@@ -33,12 +41,8 @@ class State:
 pytree.register_dataclass(State)
 
 
-class Tree(nn.Module):
+class Tree(WithLinear):
     """Takes and gives nested trees with everything in them: integers and bools without gradients, None, numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(
         self, x: Any, state: State | None = None, extra: dict[str, Any] | None = None, nothing: None = None
@@ -59,12 +63,8 @@ class Tree(nn.Module):
         return hidden, State(x * 0.3, depth, f"after {depth}"), {"mask": ~extra["mask"], "deep": deep}, None
 
 
-class OneDict(nn.Module):
+class OneDict(WithLinear):
     """Takes and gives one dict, which is one argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Any) -> dict[str, Any]:
         given = x if isinstance(x, dict) else {"hidden": x, "layers": 0}
@@ -72,12 +72,8 @@ class OneDict(nn.Module):
         return {"hidden": hidden, "layers": given["layers"] + 1}
 
 
-class BytesFirst(nn.Module):
+class BytesFirst(WithLinear):
     """A line of bytes before everything else, which looks like what describes a tree."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, line: torch.Tensor, x: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         if x is None:
@@ -99,36 +95,24 @@ class Rotary(nn.Module):
         return fastpipe.carry(hidden, mask=hidden > 0, rotary=(angles.cos(), self.bias.exp()), memory=hidden)
 
 
-class Attends(nn.Module):
+class Attends(WithLinear):
     """Takes some of it by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, *, mask: torch.Tensor, rotary: Any, memory: torch.Tensor) -> torch.Tensor:
         cosine, bias = rotary
         return torch.where(mask, torch.tanh(self.linear(x)) * cosine + bias, 0.5 * x) + 0.2 * memory
 
 
-class Down(nn.Module):
+class Down(WithLinear):
     """The first half of a U: keeps what it computes for the layer opposite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, skips: tuple[torch.Tensor, ...] = ()) -> Any:
         x = torch.tanh(self.linear(x))
         return fastpipe.carry(x, skips=(*skips, x))
 
 
-class Up(nn.Module):
+class Up(WithLinear):
     """The second half: takes the last that was kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, skips: tuple[torch.Tensor, ...]) -> Any:
         *others, last = skips

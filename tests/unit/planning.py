@@ -1,7 +1,5 @@
 """Schedules and programs that the planning tests share; imports no torch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A plan that tests ask for, and the costs of it; imports no torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import fastpipe

@@ -1,7 +1,5 @@
 """Wrong arguments of the planning functions: one line that names the argument and the value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

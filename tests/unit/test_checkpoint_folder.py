@@ -1,7 +1,5 @@
 """Folders of checkpoints: whenever a save is killed, the one before it is there, or the new one, never a mixture."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The command: what it prints, what it writes, and what it says of bad input."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 That generated pages are current is for `make lint` to say.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import runpy

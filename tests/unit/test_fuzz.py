@@ -1,7 +1,5 @@
 """Fuzz of the readers: never a crash, never a silent acceptance; what is accepted prints back to itself."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

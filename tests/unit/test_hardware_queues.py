@@ -1,7 +1,5 @@
 """CUDA is told to make all of its hardware queues, by whoever imports fastpipe before it starts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace

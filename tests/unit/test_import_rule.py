@@ -1,7 +1,5 @@
 """Who may import whom: design.md's table, walked by ast; and torch only where it is allowed."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

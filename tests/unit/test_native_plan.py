@@ -1,7 +1,5 @@
 """The planning library and the Python code say the same, bit for bit: on what is right and on what is not."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path

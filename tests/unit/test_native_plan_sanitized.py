@@ -1,7 +1,5 @@
 """The planning library under the address and undefined-behaviour sanitizers, on right and on mutated input."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ Between two ranks NCCL moves an operation in rounds: the n-th tensor that it sen
 at once, and the next round when both are across. Operations of one communicator go one after the other.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """`fastpipe.plan`: never worse than what is named, within memory, exactly what the simulator says, the same again."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What `fastpipe.plan` takes: costs in every form, and what it refuses by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Proved optima of small cases agree with what is known, and the search with them; windows of larger cases."""
 
-from __future__ import annotations
-
 import sys
 from fractions import Fraction
 from operator import add

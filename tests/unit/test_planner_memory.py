@@ -1,7 +1,5 @@
 """`fastpipe.plan` under a limit of memory: in activations, in bytes, with recomputation."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -77,11 +75,7 @@ def test_received_messages_have_room_in_a_plan_in_bytes(effort: float) -> None:
         named = [
             fastpipe.simulate(
                 fastpipe.make_schedule(
-                    "loop_zb",
-                    num_ranks=num_ranks,
-                    num_microbatches=num_microbatches,
-                    stages_per_rank=1,
-                    memory=limit,
+                    "loop_zb", num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=1, memory=limit
                 ),
                 CostModel(1.0, 1.2, 0.8, comm=0.05, **sizes),
             )

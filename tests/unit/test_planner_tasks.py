@@ -1,7 +1,5 @@
 """The search's own times are those of the simulator; list scheduling does the same in Python and in C++."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a time limit does to a plan's search, told by clocks that tests set."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Private names of torch and Linux are used behind one door, `fastpipe.runtime.common.torch_private`; walked by ast."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

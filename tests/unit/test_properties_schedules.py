@@ -126,8 +126,7 @@ def test_more_memory_never_slows_the_search_down_much(p, m, costs):
     options = dict(zip(names, costs, strict=True))
     spans = [
         simulate(
-            make_schedule("zb_auto", num_ranks=p, num_microbatches=m, memory_limit=limit, **options),
-            CostModel(*costs),
+            make_schedule("zb_auto", num_ranks=p, num_microbatches=m, memory_limit=limit, **options), CostModel(*costs)
         ).span
         for limit in (p, 2 * p)
     ]

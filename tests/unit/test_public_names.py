@@ -5,8 +5,6 @@ python tests/unit/test_public_names.py > tests/unit/public_names.txt
 with torch installed (the names that need it are left out of the comparison where there is none).
 """
 
-from __future__ import annotations
-
 import enum
 import inspect
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rounds by the library and in Python: the same starts, number by number."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

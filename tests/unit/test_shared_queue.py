@@ -1,7 +1,5 @@
 """Programs where the streams of a rank share a hardware queue: the proof, against a machine with that rule."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """What the proof of a program accepts and refuses, one fault at a time, and how the error reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pictures, traces, pages and grids hold what the timeline holds."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

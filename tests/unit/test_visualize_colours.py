@@ -1,7 +1,5 @@
 """The colours, as people with each kind of colour blindness see them."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -155,23 +155,23 @@ def test_forms_differ_and_are_chosen_by_cost(form, comm, memory):
     assert len({found["compact"], found["slack"], found["even"]}) == 3
 
 
-def test_even_waves_bear_hops_in_half_of_the_memory():
-    """The best order known for these costs takes 119.95 (and 117.0 after annealing); compact 149.8, slack 132.7."""
-    costs = dict(forward=1.0, backward_input=1.3, backward_weight=0.7)
-    options = dict(num_ranks=8, num_microbatches=32, stages_per_rank=4, memory=0.5, comm=0.05, **costs)
-    schedule = make_schedule("wave_zb", form="even", **options).validate()
-    stage = {name: seconds / 4 for name, seconds in costs.items()}
-    assert simulate(schedule, CostModel(**stage, comm=0.05)).makespan <= 121.1
-    assert live(schedule) <= 16
-
-
-@pytest.mark.parametrize(("stages", "memory", "longest"), [(2, 0.75, 111.2), (3, 0.625, 114.7), (4, 0.625, 112.7)])
-def test_even_loops_bear_hops_from_five_eighths_of_the_memory_on(stages, memory, longest):
-    """Loops without slack take 128.4, 139.4 and 140.5; no order less than 107.0, 108.0 and 107.4."""
+@pytest.mark.parametrize(
+    ("name", "options", "stages", "memory", "longest"),
+    [
+        # the best order known for these costs takes 119.95 (and 117.0 after annealing); compact 149.8, slack 132.7
+        ("wave_zb", {"form": "even"}, 4, 0.5, 121.1),
+        # loops without slack take 128.4, 139.4 and 140.5; no order less than 107.0, 108.0 and 107.4
+        ("loop_zb", {}, 2, 0.75, 111.2),
+        ("loop_zb", {}, 3, 0.625, 114.7),
+        ("loop_zb", {}, 4, 0.625, 112.7),
+    ],
+)
+def test_even_ones_bear_hops_in_little_memory(name, options, stages, memory, longest):
     costs = dict(forward=1.0, backward_input=1.3, backward_weight=0.7)
     stage = {name: seconds / stages for name, seconds in costs.items()}
-    options = dict(num_ranks=8, num_microbatches=32, stages_per_rank=stages, memory=memory, comm=0.05, **stage)
-    schedule = make_schedule("loop_zb", **options).validate()
+    # a wave takes the costs of a rank's share, a loop those of a stage
+    options = options | (costs if name == "wave_zb" else stage) | dict(stages_per_rank=stages, memory=memory, comm=0.05)
+    schedule = make_schedule(name, num_ranks=8, num_microbatches=32, **options).validate()
     assert simulate(schedule, CostModel(**stage, comm=0.05)).makespan <= longest
     assert live(schedule) <= memory * 8 * stages
 

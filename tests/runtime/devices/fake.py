@@ -1,8 +1,6 @@
 """The fake device, loaded into this process: see fake_device.cpp. Before any backward, as torch's engine counts devices
 once."""
 
-from __future__ import annotations
-
 import importlib.util
 import types
 from pathlib import Path

@@ -5,8 +5,6 @@ steps in which nothing is new, and whether gradients and losses have the bits of
 one rank of several, which meet over Gloo.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
@@ -27,6 +25,7 @@ from fastpipe.machine import batches
 from fastpipe.program import Op
 from fastpipe.runtime import native
 from fastpipe.runtime.executor import cuda_graph as recording
+from fastpipe.runtime.stage.context import Current
 from fastpipe.runtime.transport import groups as own_groups
 from fastpipe.runtime.transport import shared_memory as cuda_ipc
 from fastpipe.testing import reference_step
@@ -100,7 +99,7 @@ class Tree(Block):
 class Asking(Block):
     """The same, and a hook, which torch's own thread for the device calls, asks what is current."""
 
-    told: ClassVar[list[fastpipe.Current | None]] = []
+    told: ClassVar[list[Current | None]] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -130,7 +129,7 @@ class Worker:
         self.counts = [torch.zeros(4).to(fake.NAME) for _ in range(NUM_LAYERS)]
 
     @contextlib.contextmanager
-    def __call__(self, action: fastpipe.Current) -> Iterator[None]:
+    def __call__(self, action: Current) -> Iterator[None]:
         self.counts[action.stage].add_(1)
         yield
         self.counts[action.stage].mul_(0.5)
