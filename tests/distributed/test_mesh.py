@@ -383,6 +383,34 @@ def test_meshes_that_are_refused(group_of: GroupOf, names: tuple[str, str], give
     assert all(says in answer for answer in answers), answers
 
 
+def ordered(lines: list[list[int]]) -> str:
+    """On four ranks, whose mesh has these processes along ``pp``."""
+    mesh = DeviceMesh("cpu", torch.tensor(lines).T, mesh_dim_names=("pp", "tp"))
+    try:
+        pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=60)
+    except ValueError as error:
+        return str(error)
+    x, y = batch(0)
+    unsplit = nn.Sequential(*layers(mesh))
+    expected = reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss)
+    assert same_bits(pipe.step(x, target=y).loss, expected.loss)
+    assert list(pipe.stage_modules) == [mesh["pp"].get_local_rank()]
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([[1, 2], [0, 3]], ""),
+        ([[3, 2], [1, 0]], ""),
+        ([[0, 1], [3, 2]], "along 'pp' it has the processes [0, 1], and [3, 2] beside them"),
+    ],
+)
+def test_the_order_of_processes_along_the_pipeline(group_of: GroupOf, lines: list[list[int]], says: str) -> None:
+    for text in group_of(4).run(ordered, lines):
+        assert text.startswith(f"mesh: {says}") if says else not text
+
+
 def said(call: Callable[[], Any]) -> str:
     with pytest.raises((ValueError, StepError)) as raised:
         call()
