@@ -69,8 +69,10 @@ def main():
         logger=False,
     )
     batches = DataLoader(data, batch_size=16)
-    trainer.fit(Module(), batches, batches, ckpt_path=checkpoint or None)
-    print(f"validation {trainer.callback_metrics['validation']:.6f}")
+    module = Module()
+    trainer.fit(module, batches, batches, ckpt_path=checkpoint or None)
+    (found,) = trainer.validate(module, batches, verbose=False)
+    print(f"validation {found['validation']:.6f}")
 
 
 if __name__ == "__main__":

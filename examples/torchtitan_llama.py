@@ -2,8 +2,10 @@
 
 torchrun --standalone --nproc-per-node 2 examples/torchtitan_llama.py zbv
 torchrun --standalone --nproc-per-node 1 examples/torchtitan_llama.py      (without a pipeline)
+torchrun --standalone --nproc-per-node 8 examples/torchtitan_llama.py zbv --dp 2 --tp 2      (FSDP2, tensor parallelism)
 """
 
+import argparse
 import os
 import sys
 import tempfile
@@ -37,6 +39,8 @@ with (  # torchtitan takes "cuda" where it finds no accelerator
 
 from datasets import Dataset  # noqa: E402
 from text_data import read_corpus  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import JobConfig  # noqa: E402
 from torchtitan.hf_datasets import DatasetConfig, text_datasets  # noqa: E402
@@ -73,7 +77,19 @@ class Llama(Transformer):
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 own = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                torch.nn.init.normal_(parameter, 0, 0.02, generator=own)
+                value = torch.randn(parameter.shape, generator=own).to(parameter.device) * 0.02
+                if isinstance(parameter, DTensor):
+                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.copy_(value)
+
+
+def parallelize(model, parallel_dims, job_config):
+    """As torchtitan does it; Gloo cannot multiply in a sum, with which torchtitan's FSDP2 does not divide gradients."""
+    model = get_train_spec().parallelize_fn(model, parallel_dims, job_config)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and device[0] == "cpu":
+            module.set_force_sum_reduction_for_comms(True)
+    return model
 
 
 def text(part):
@@ -81,11 +97,11 @@ def text(part):
     return Dataset.from_list([{"text": data[i : i + 4096]} for i in range(0, len(data), 4096)])
 
 
-def config(schedule, num_ranks, folder):
+def config(options, num_ranks, folder):
     config = JobConfig()
     config.job.dump_folder = folder
     config.model.name, config.model.flavor = "llama3_fastpipe", "debugmodel"
-    config.training.local_batch_size, config.training.seq_len, config.training.steps = 8, 64, 6
+    config.training.local_batch_size, config.training.seq_len, config.training.steps = 8, 64, options.steps
     config.training.dataset, config.training.mixed_precision_param = "training", "float32"
     config.validation.enable, config.validation.dataset = True, "validation"
     config.validation.local_batch_size, config.validation.seq_len = 8, 64
@@ -93,20 +109,32 @@ def config(schedule, num_ranks, folder):
     config.lr_scheduler.warmup_steps, config.metrics.log_freq = 2, 1
     config.activation_checkpoint.mode = "none"
     config.parallelism.pipeline_parallel_degree = num_ranks
-    config.parallelism.pipeline_parallel_schedule = schedule
+    config.parallelism.pipeline_parallel_schedule = options.schedule
+    config.parallelism.data_parallel_shard_degree = options.dp
+    config.parallelism.tensor_parallel_degree = options.tp
     config.checkpoint.enable, config.checkpoint.interval = True, 3
     return config
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schedule", nargs="?", default="1F1B")
+    parser.add_argument(
+        "--dp", type=int, default=1, help="processes over which FSDP2 shards, each with batches of its own"
+    )
+    parser.add_argument("--tp", type=int, default=1, help="processes of tensor parallelism")
+    parser.add_argument("--steps", type=int, default=6)
+    options = parser.parse_args()
+    num_ranks = int(os.environ["WORLD_SIZE"]) // (options.dp * options.tp)
     for part in ("training", "validation"):
         text_datasets.DATASETS[part] = DatasetConfig(path=part, loader=text, sample_processor=lambda row: row["text"])
     spec = get_train_spec()
-    spec = replace(spec, model_cls=Llama, pipelining_fn=pipeline, build_tokenizer_fn=lambda config: Bytes())
+    spec = replace(spec, model_cls=Llama, parallelize_fn=parallelize, pipelining_fn=pipeline)
+    spec = replace(spec, build_tokenizer_fn=lambda config: Bytes())
     register_train_spec("llama3_fastpipe", spec)
     init_logger()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config((sys.argv[1:] or ["1F1B"])[0], int(os.environ["WORLD_SIZE"]), folder))
+        trainer = Trainer(config(options, num_ranks, folder))
         trainer.train()
         trainer.close()
     torch.distributed.destroy_process_group()

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 import fastpipe
 
@@ -46,9 +47,24 @@ class PipelineStrategy(DDPStrategy):
         """The optimizer is loaded with the model."""
         return True
 
-    def configure_ddp(self) -> None:
-        """Leave the module as it is; a pipeline is no replica."""
-        self.model = self.lightning_module
+    def setup(self, trainer: Trainer) -> None:
+        """As for one process: a pipeline is no replica, and DDP's would send the stages of rank 0 to the others.
+
+        Raises:
+            ValueError: for a setting that would not be followed.
+        """
+        if trainer.state.fn == "fit" and getattr(self.lightning_module, "automatic_optimization", True):
+            raise ValueError(
+                "automatic_optimization = True: Lightning would drop the step's gradients; set it to False"
+            )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError("precision = '16-mixed': use fastpipe.GradScaler in training_step, or 'bf16-mixed'")
+        if self._layer_sync is not None:
+            raise ValueError("sync_batchnorm = True: the processes have different stages; leave it out")
+        Strategy.setup(self, trainer)
+
+    def _setup_model(self, model: Any) -> Any:
+        return model
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the stages of every process, and the rest of Lightning's checkpoint once."""

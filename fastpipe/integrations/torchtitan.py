@@ -1,7 +1,6 @@
 """torchtitan: a ``pipelining_fn`` for its ``TrainSpec`` (0.2) or ``ModelSpec`` (0.3).
 
-The configuration is torchtitan's; ``pipeline_parallel_schedule`` may also name any schedule of fastpipe's with one copy
-of every stage.
+``pipeline_parallel_schedule`` may also name any schedule of fastpipe's with one copy of every stage.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ class PipelineSchedule:
 
         def loss(output: Any, target: Any) -> Any:  # without self, or threads of ranks would hold the Pipeline
             value = loss_fn(output, target, **arguments[0])
-            return value[0] if isinstance(value, tuple) else value  # 0.3's metrics; its own pipelines drop them, too
+            value = value[0] if isinstance(value, tuple) else value  # 0.3's metrics; its own pipelines drop them, too
+            return value.full_tensor() if hasattr(value, "full_tensor") else value  # loss_parallel
 
         self._loss_kwargs, self._build = arguments, functools.partial(build, loss)
 

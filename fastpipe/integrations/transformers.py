@@ -1,57 +1,45 @@
-"""Hugging Face's Trainer over a pipeline: its loop, arguments, data, schedules and logs.
-
-Replaced is what the Trainer does to a model: its step, the norm of its gradients, evaluation, and checkpoints.
-"""
-# the Trainer is typed in part only
+"""Hugging Face's Trainer over a pipeline, which replaces its step, norm of gradients, evaluation and checkpoints."""
 # mypy: disable-error-code="misc, override, attr-defined, no-untyped-call, union-attr, arg-type"
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import convert_to_fp32
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size
 
 import fastpipe
 
-FOLDER = "pipeline"
-"""In a checkpoint of the Trainer, that of fastpipe."""
-REFUSED = ("fp16", "torch_compile", "deepspeed", "fsdp", "label_smoothing_factor", "auto_find_batch_size")
+FOLDER = "pipeline"  # in a checkpoint of the Trainer
+REFUSED = "fp16 torch_compile deepspeed fsdp label_smoothing_factor auto_find_batch_size use_liger_kernel"
+REFUSED += " parallelism_config bf16_full_eval fp16_full_eval"
 """Arguments of the Trainer that would do something to the model, or to the loss, that a pipeline would not see."""
-REPLACED = ("_wrap_model", "_clip_grad_norm", "_get_grad_norm", "_save_optimizer_and_scheduler")
+REPLACED = "training_step prediction_step _clip_grad_norm _get_grad_norm _load_best_model _wrap_model"
 
 
 class PipelineTrainer(Trainer):
     """`transformers.Trainer` over a pipeline; ``class Mine(PipelineTrainer, Other)`` for a Trainer of another kind.
 
+    Its attribute ``pipe`` is the pipeline. A ValueError names an argument of the Trainer that a pipeline cannot follow.
+
     Args:
         pipeline: the arguments of `fastpipe.Pipeline`, without layers and loss: ``{"schedule": "zbv",
             "num_microbatches": 4}``; with ``num_ranks`` where ranks are threads of one process.
-        args, kwargs: as for the Trainer. The model is split by `fastpipe.split`. Every process gets the same batch, of
-            ``per_device_train_batch_size`` rows.
-
-    Attributes:
-        pipe: the pipeline.
-
-    Raises:
-        ValueError: for an argument of the Trainer that a pipeline cannot follow.
+        args, kwargs: as for the Trainer; every process gets the same ``per_device_train_batch_size`` rows.
     """
 
-    def __init__(self, *args: Any, pipeline: Mapping[str, Any], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, pipeline: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        refused = [name for name in REFUSED if getattr(self.args, name, None)]
-        if refused:
-            raise ValueError(f"{refused[0]} = {getattr(self.args, refused[0])!r}: leave it out with a pipeline")
-        if self.compute_loss_func is not None or type(self).compute_loss is not Trainer.compute_loss:
-            raise ValueError("compute_loss_func, compute_loss: a pipeline takes the model's own loss; leave them out")
-        missing = [name for name in REPLACED if not hasattr(Trainer, name)]
-        if missing:
-            raise RuntimeError(f"this release of transformers has no Trainer.{missing[0]}: use the tested one, 5.24")
+        self._check()
+        self.args._n_gpu = 1  # of one process; or the Trainer multiplies the batch by the number of GPUs
+        self._train_batch_size = self.args.train_batch_size
         layers: Any = fastpipe.split(self.model)
         scale = self._scale = [1.0]  # not self: the threads of ranks hold the loss function, and would hold the Trainer
         self._num_tokens = layers.num_tokens
@@ -62,29 +50,36 @@ class PipelineTrainer(Trainer):
 
         self.pipe = fastpipe.Pipeline(layers, loss_fn=loss_fn, loss_reduction=layers.num_tokens, **pipeline)
         if self.args.world_size not in (1, self.pipe.num_ranks):
-            raise ValueError(
-                f"{self.args.world_size} processes and {self.pipe.num_ranks} ranks: one rank each is needed"
-            )
+            raise ValueError(f"{self.args.world_size} processes, {self.pipe.num_ranks} ranks: each must have one")
         self._local = nn.ModuleList(self.pipe.stage_modules.values())
+
+    def _check(self) -> None:
+        refused = {name: getattr(self.args, name, None) for name in REFUSED.split()}
+        optimizer, sampling = (str(getattr(self.args, name)) for name in ("optim", "train_sampling_strategy"))
+        refused["optim"] = any(word in optimizer.lower() for word in ("lomo", "layerwise")) and optimizer
+        refused["train_sampling_strategy"] = "batch_rebalance" in sampling and self.args.world_size > 1 and sampling
+        refused |= {"model_init": self.model_init, "compute_loss_func": self.compute_loss_func}
+        refused["compute_loss"] = getattr(self.compute_loss, "__func__", True) is not Trainer.compute_loss
+        for name in filter(refused.get, refused):
+            raise ValueError(f"{name} = {refused[name]!r}: leave it out with a pipeline")
+        for name in REPLACED.split():
+            if getattr(super(PipelineTrainer, type(self)), name, None) is not getattr(Trainer, name, self):
+                raise ValueError(f"{name} of another Trainer, or release than 5.24, would not be called")
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's; every process has the same batches, and what is gathered of all is its own."""
         super().create_accelerator_and_postprocess()
-
-        def same_for_all(loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
-            return prepare_data_loader(
-                loader,
-                self.accelerator.device,
-                num_processes=1,
-                process_index=0,
-                put_on_device=True,
-                rng_types=list(self.accelerator.rng_types or ()),
-                use_seedable_sampler=self.accelerator.use_seedable_sampler,
-                data_seed=self.accelerator.dataloader_config.data_seed,
-            )
-
-        self.accelerator.prepare_data_loader = same_for_all
+        made, data_seed = self.accelerator, self.args.data_seed
+        same = {"device": made.device, "num_processes": 1, "process_index": 0, "put_on_device": True}
+        same |= {"rng_types": made.rng_types, "data_seed": data_seed, "use_seedable_sampler": made.use_seedable_sampler}
+        self.accelerator.prepare_data_loader = lambda loader, *_, **__: prepare_data_loader(loader, **same)
         self.accelerator.gather = lambda values: values
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if self.args.world_size > 1 and getattr(sampler, "generator", self) is None:  # stages draw from torch's own
+            sampler.generator = torch.Generator().manual_seed(self.args.data_seed or self.args.seed)
+        return sampler
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """The rows of an optimizer's step, of which no process has others."""
@@ -94,30 +89,34 @@ class PipelineTrainer(Trainer):
         return self._local
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """As the Trainer's, of this process's parameters."""
+        """Of this process's parameters."""
         return super().create_optimizer(self._local)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward of all ranks, scaled as the Trainer scales a batch of several."""
         model.train()
-        if num_items_in_batch is None:
-            self._scale[0] = 1 / self.current_gradient_accumulation_steps
-        else:
-            self._scale[0] = self._num_tokens(inputs["labels"]) / float(num_items_in_batch)
-        with self.compute_loss_context_manager():
-            loss = self.pipe.step(**inputs).loss
-        assert loss is not None
-        return loss.to(self.args.device)
+        self.optimizer.train()  # those without a schedule have modes
+        tokens = 1 if num_items_in_batch is None else self._num_tokens(inputs["labels"])
+        self._scale[0] = tokens / float(num_items_in_batch or self.current_gradient_accumulation_steps)
+        return self._run(self.pipe.step, inputs).loss.to(self.args.device)
+
+    def _run(self, call: Any, inputs: Any, **options: Any) -> Any:
+        # a last batch may have fewer rows than the pipeline has microbatches
+        options["num_microbatches"] = min(find_batch_size(inputs), self.pipe.num_microbatches)
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            return call(**inputs, **options)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Loss, logits and labels of a batch, in every process."""
         self._scale[0] = 1.0
-        with self.compute_loss_context_manager():
-            result = self.pipe.eval_step(**inputs, gather_outputs=not prediction_loss_only)
+        result = self._run(self.pipe.eval_step, inputs, gather_outputs=not prediction_loss_only)
         loss = None if result.loss is None else result.loss.to(self.args.device)
-        if prediction_loss_only:
-            return loss, None, None
-        return loss, getattr(result.outputs, "logits", result.outputs), inputs.get("labels")
+        logits = convert_to_fp32(getattr(result.outputs, "logits", result.outputs))
+        return (loss, None, None) if prediction_loss_only else (loss, logits, inputs.get("labels"))
+
+    def floating_point_ops(self, inputs: Any) -> Any:
+        """Of this process, as the Trainer adds those of all."""
+        return super().floating_point_ops(inputs) / self.args.world_size
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return self.pipe.clip_grad_norm_(self.args.max_grad_norm)
@@ -130,7 +129,7 @@ class PipelineTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         resumes = _internal_call and not self.args.save_only_model
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer) if resumes else None
+        optimizer = self.optimizer.optimizer if resumes else None
         extra = {"scheduler": self.lr_scheduler.state_dict()} if resumes else None
         fastpipe.save_checkpoint(folder / FOLDER, self.pipe, optimizer, extra=extra)
         if self.args.should_save and self.args.world_size > 1:  # this process has an older state of others' stages
@@ -140,8 +139,10 @@ class PipelineTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         pass  # `save_model` has
 
+    def _load_best_model(self) -> None:
+        fastpipe.load_checkpoint(Path(self.state.best_model_checkpoint) / FOLDER, self.pipe)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-            extra = fastpipe.load_checkpoint(Path(checkpoint) / FOLDER, self.pipe, optimizer)
+            extra = fastpipe.load_checkpoint(Path(checkpoint) / FOLDER, self.pipe, self.optimizer.optimizer)
             self.lr_scheduler.load_state_dict(extra["scheduler"])

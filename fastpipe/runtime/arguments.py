@@ -194,7 +194,7 @@ class ExecutionArguments:
         """The pipeline's processes: ``group``, or dimension ``"pp"`` of the mesh; None for all.
 
         Raises:
-            ValueError: for a mesh without that dimension, or together with a group.
+            ValueError: for a mesh without that dimension or in another order, or together with a group.
         """
         if self.mesh is None:
             return self.group
@@ -207,6 +207,13 @@ class ExecutionArguments:
             )
         if self.group is not None:
             raise ValueError("mesh and group: both name the pipeline's processes; omit group")
+        for dimension, name in enumerate(names):
+            if (self.mesh.mesh.diff(dim=dimension) < 0).any():
+                raise ValueError(
+                    f"mesh: along {name!r} its processes are not in ascending order ({self.mesh.mesh.tolist()}), as "
+                    "torch numbers the ranks of a group: stages would meet other stages, and checkpoints mix up the shards; "
+                    "order them"
+                )
         return self.mesh["pp"]
 
     def other_dimensions(self) -> dict[str, int]:

@@ -166,12 +166,12 @@ def _find_world(arguments: Arguments) -> World:
     if member is None:  # the error is raised when all processes know it
         member = membership(None, device, timeout)
     valid(member.check_job, None)
-    store = member.store() if member.size > 1 else None
     here = ranks_per_host(timeout)
     control = Control()
-    if store is not None:
-        pipelines = valid(execution.pipelines, {}) if valid(execution.other_dimensions, {}) else {}
-        control = _control(member, store, timeout, here, pipelines)
+    meets = valid(execution.other_dimensions, {}) if group is not None else {}
+    if member.size > 1 or meets:  # also of one rank, whose stages meet those of other pipelines
+        pipelines = valid(execution.pipelines, {}) if meets else {}
+        control = _control(member, member.store(), timeout, here, pipelines)
     cores = valid(lambda: find_cores(member.size, device), Cores())
     return World(device, timeout, member, here, control, cores, next(iter(errors), None))
 
@@ -236,6 +236,11 @@ def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
         size, batch, wanted = world.member.size, arguments.batch, arguments.schedule
         contexts = checked_contexts(arguments.execution.forward_context, arguments.execution.backward_context)
         num_ranks = wanted.find_num_ranks(size)
+        if num_ranks > 1 == size and (meets := arguments.execution.other_dimensions()):
+            raise ValueError(
+                f"num_ranks = {num_ranks}: ranks that are threads would start the collectives of their stages over "
+                f"{', '.join(meets)} in any order; start one process per rank with torchrun"
+            )
         world.ranks_per_host.join(num_ranks if world.is_single_process else 1)
         lanes = arguments.execution.lanes(num_ranks, size)
         options = options_with_stages(wanted.schedule, wanted.schedule_options, wanted.stages_per_rank)

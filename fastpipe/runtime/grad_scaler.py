@@ -67,13 +67,15 @@ class GradScaler(torch.amp.GradScaler):
         over the pipeline of each replica, so all ranks get the same result.
         """
         found: dict[torch.device, torch.Tensor] = {}
+        flags: list[torch.Tensor] = []  # of each kind of tensors, on the same devices
 
         def unscale() -> Reply:
             given = (parameter for group in optimizer.param_groups for parameter in group["params"])
             for parameters in by_mesh(given):
                 part: Any = SimpleNamespace(param_groups=[{"params": parameters}])
                 found.update(super(GradScaler, self)._unscale_grads_(part, inv_scale, found_inf, allow_fp16))
-            return {"found": any(bool(flag) for flag in found.values()), "inverse": float(inv_scale)}
+                flags.extend(found.values())
+            return {"found": any(map(bool, flags)), "inverse": float(inv_scale)}
 
         replies = self._steps.all_gather("GradScaler", unscale)
         inverses = [reply["inverse"] for reply in replies]

@@ -8,7 +8,17 @@ from torch import nn
 
 from fastpipe import Pipeline, StepError
 from tests.conftest import executors_in_turn
-from tests.distributed.meshes import LAYERS, Block, Reference, build, layers, mesh_and_replica, step, wrong_gradients
+from tests.distributed.meshes import (
+    LAYERS,
+    Block,
+    Reference,
+    batch,
+    build,
+    layers,
+    mesh_and_replica,
+    step,
+    wrong_gradients,
+)
 from tests.distributed.ranks import GroupOf, ranks
 from tests.distributed.test_step import caught
 
@@ -129,22 +139,20 @@ def _raise(module: nn.Module, args: Any) -> None:
 
 
 def another_number(wrap: str, executor: str) -> tuple[str, str]:
-    over = mesh()
-    replica = over.get_local_rank("dp")
+    over, replica = mesh_and_replica()
     pipe = build(wrap, "zbv", executor, over)
-    kind, text, _ = caught(
-        lambda: pipe.step(batch(0, replica)[0], target=batch(0, replica)[1], num_microbatches=(5, 8)[replica])
-    )
+    x, target = batch(0, replica)
+    kind, text, _ = caught(lambda: pipe.step(x, target=target, num_microbatches=(5, 8)[replica]))
     for parameter in pipe.parameters():
         parameter.grad = None
     reference = Reference(pipe)
-    pipe.step(batch(1, replica)[0], target=batch(1, replica)[1])
+    step(pipe, 1, replica)
     reference.step(1)
     assert not (wrong := wrong_gradients(pipe, reference)), wrong
     return kind, text
 
 
-@pytest.mark.parametrize(("wrap", "executor"), paired(["ddp", "fsdp"]), indirect=["executor"])
+@executors_in_turn("wrap", ["ddp", "fsdp"])
 def test_another_number_of_microbatches_in_one_replica_is_refused(wrap: str, executor: str, group_of: GroupOf) -> None:
     for rank, (kind, text) in enumerate(group_of(4).run(another_number, wrap, executor)):
         assert kind == "StepError" and "num_microbatches: the replicas of stage " in text, text

@@ -161,6 +161,10 @@ def test_dtensors_between_stages(schedule: str, executor: str) -> None:
     grads = dict(unsplit.named_parameters())
     for name, parameter in pipe.named_parameters():
         assert same_bits(whole(parameter.grad), whole(grads[name].grad)), name
+    norms = torch.stack([whole(parameter.grad).norm() for parameter in grads.values()])
+    torch.testing.assert_close(pipe.clip_grad_norm_(0.5), norms.norm())  # those of norms are parts of a sum
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), whole(grads[name].grad) * 0.5 / norms.norm(), msg=name)
 
     spread = DTensor.from_local(x, mesh["tp"], [Shard(0)])
     with pytest.raises(ValueError, match=r"stage 0 returned a DTensor over the dimensions \('tp',\): pass a mesh"):
@@ -316,16 +320,18 @@ def test_tools_take_the_whole_mesh(tmp_path: Path) -> None:
     parity = check_parity(made, nn.Sequential(*layers(mesh)), (x, y))
     assert parity.ok, str(parity)
     optimizer, scaler = torch.optim.SGD(made.parameters(), 0.1), GradScaler(made, init_scale=4.0)
-    made.step(x, target=y)
-    if dist.get_rank() == 2:
-        spread = next(p for name, p in made.named_parameters() if name.endswith("up.weight"))
-        spread.grad.to_local()[0, 0] = float("inf")
     before = {name: whole(p.detach()).clone() for name, p in made.named_parameters()}
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0
-    for name, p in made.named_parameters():
-        assert same_bits(whole(p.detach()), before[name])
+    for number, place in enumerate(("up.weight", "norm.weight")):  # a DTensor, and a tensor beside DTensors
+        made.step(x, target=y)
+        if dist.get_rank() == 2:
+            grad = next(p.grad for name, p in made.named_parameters() if name.endswith(place))
+            (grad.to_local() if isinstance(grad, DTensor) else grad).view(-1)[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0 / 2**number, place
+        optimizer.zero_grad()
+        for name, p in made.named_parameters():
+            assert same_bits(whole(p.detach()), before[name])
     save_checkpoint(folder, made, optimizer)
     torch.manual_seed(1)
     plain = Pipeline([Mlp() for _ in range(LAYERS)], "1f1b", MICROBATCHES, nn.functional.mse_loss, group=mesh["pp"])
@@ -365,6 +371,29 @@ def test_meshes_that_are_refused(names: tuple[str, str], given: dict[str, Any], 
     made = layers(mesh) if "data_parallel" in given else [Mlp() for _ in range(2)]
     with pytest.raises((ValueError, RuntimeError), match=says):
         Pipeline(made, "1f1b", 2, nn.functional.mse_loss, mesh=mesh, timeout=60, **given)
+
+
+def ordered(processes: list[list[int]]) -> str:
+    """On four ranks, whose mesh has these processes."""
+    mesh = DeviceMesh("cpu", torch.tensor(processes), mesh_dim_names=("pp", "tp"))
+    try:
+        pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=60)
+    except ValueError as error:
+        return str(error)
+    x, y = batch(0)
+    unsplit = nn.Sequential(*layers(mesh))
+    expected = reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss)
+    assert same_bits(pipe.step(x, target=y).loss, expected.loss)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("processes", "name"), [([[0, 2], [1, 3]], ""), ([[1, 0], [3, 2]], "tp"), ([[0, 3], [1, 2]], "pp")]
+)
+def test_the_order_of_processes(group_of: GroupOf, processes: list[list[int]], name: str) -> None:
+    """In the last mesh stage 0 of a pipeline would share a group with stage 1 of the other."""
+    for text in group_of(4).run(ordered, processes):
+        assert text.startswith(f"mesh: along {name!r} its processes are not in ascending order") if name else not text
 
 
 def said(call: Callable[[], Any]) -> str:

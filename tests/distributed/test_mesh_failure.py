@@ -45,8 +45,8 @@ def told(pipe: Pipeline, replica: int = 0, steps: int = 2) -> tuple[StepError, s
     return errors[0], str(errors[1])
 
 
-def fails(way: str, schedule: str, executor: str, victim: int) -> dict[str, Any]:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+def fails(way: str, schedule: str, executor: str, victim: int, num_ranks: int = 2) -> dict[str, Any]:
+    mesh = dist.init_device_mesh("cpu", (num_ranks, 2), mesh_dim_names=("pp", "tp"))
     made = layers(mesh)
     if dist.get_rank() == victim:
         made = failing(way, made)
@@ -56,9 +56,9 @@ def fails(way: str, schedule: str, executor: str, victim: int) -> dict[str, Any]
     error, again = told(pipe)
     found = {"rank": error.rank, "stage": error.stage, "action": error.action, "microbatch": error.microbatch}
     found |= {"text": str(error), "again": again, "cause": repr(error.__cause__)}
-    found["notes"] = "\n".join(error.__notes__)
+    found["notes"] = "\n".join(getattr(error, "__notes__", ()))
     # the mesh's groups are over, the others are not
-    if way != KILL:
+    if way != KILL and num_ranks > 1:  # otherwise it is that of all processes
         with pytest.raises(RuntimeError, match="backend"):
             dist.all_reduce(torch.ones(2), group=mesh.get_group("tp"))
         dist.barrier()
@@ -100,6 +100,24 @@ def test_a_death_reaches_all_ranks_of_the_mesh(schedule: str, executor: str) -> 
         for answer in group.results([0, 1, 2]):
             assert answer["rank"] == 1 and "rank 1 of the pipeline at tp=1: its process died" in answer["text"]
             assert answer["text"] == answer["again"]
+
+
+@pytest.mark.parametrize(("way", "executor"), [(FORWARD, "python"), (BACKWARD, "native"), (KILL, "native")])
+def test_a_failure_reaches_the_peer_of_a_pipeline_of_one_rank(way: str, executor: str) -> None:
+    skip_without_native()
+    with ranks(2) as group:
+        group.start(fails, way, "1f1b", executor, 1, 1)
+        for answer in group.results([0] if way == KILL else [0, 1]):
+            said = "its process died" if way == KILL else "a wrong number"
+            assert "rank 0 of the pipeline at tp=1" in answer["text"] and said in answer["text"]
+            assert answer["text"] == answer["again"]
+
+
+@on_ranks(2)
+def test_threads_share_no_groups_of_a_mesh() -> None:
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
+    with pytest.raises(ValueError, match="num_ranks = 2: ranks that are threads.*collectives of their stages over tp"):
+        Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, num_ranks=2)
 
 
 @on_ranks(4)

@@ -75,3 +75,46 @@ def test_lightning_s_strategy_says_what_it_needs(monkeypatch: pytest.MonkeyPatch
     strategy._lightning_module = torch.nn.Module()  # type: ignore[assignment]
     with pytest.raises(AttributeError, match="set self.pipe in configure_model"):
         _ = strategy.pipe
+
+
+@needs_lightning
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"automatic": True}, "automatic_optimization = True"),
+        ({"precision": "16-mixed"}, "precision = '16-mixed': use fastpipe.GradScaler"),
+        ({"sync_batchnorm": True}, "sync_batchnorm = True"),
+        ({"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),  # by Lightning
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
+    ],
+)
+def test_what_lightning_would_not_follow_is_refused(
+    changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a process group is made; what a Trainer on CPUs does not take is set in its place."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK"):  # Lightning sets them
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    import lightning
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    from fastpipe.integrations.lightning import PipelineStrategy
+
+    class Module(lightning.LightningModule):
+        def training_step(self, batch: Any) -> None: ...
+
+        def configure_optimizers(self) -> None: ...
+
+    class Alone(PipelineStrategy):
+        def setup_environment(self) -> None: ...
+
+    module = Module()
+    module.automatic_optimization = changed.pop("automatic", False)
+    if changed.pop("precision", None):
+        changed["plugins"] = MixedPrecision("16-mixed", "cpu")
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, strategy=Alone(), logger=False, enable_checkpointing=False, **changed
+    )
+    with pytest.raises(Exception, match=message):
+        trainer.fit(module, [0])

@@ -15,18 +15,34 @@ from fastpipe.integrations.torchtitan import pipeline
 from tests.runtime.examples import run
 
 
-def losses(schedule: str, processes: int) -> dict[str, float]:
+def losses(schedule: str, processes: int, *options: str) -> dict[str, float]:
     """Of training and validation, by step."""
-    shown = re.sub(r"\x1b\[[\d;]*m", "", run("torchtitan_llama.py", schedule, processes=processes))
+    shown = re.sub(r"\x1b\[[\d;]*m", "", run("torchtitan_llama.py", schedule, *options, processes=processes))
     found = re.findall(r"((?:validate )?step: +\d+)  loss: +(-?\d+\.\d+)", shown)
     return {step: float(loss) for step, loss in found if float(loss) > 0}  # ranks without the last stage print -1
 
 
-@pytest.mark.skipif(not find_spec("torchtitan"), reason="torchtitan is not installed: pip install '.[integrations]'")
+needs_torchtitan = pytest.mark.skipif(
+    not find_spec("torchtitan"), reason="torchtitan is not installed: pip install '.[integrations]'"
+)
+
+
+@needs_torchtitan
 def test_its_trainer_has_the_losses_that_it_has_without_a_pipeline() -> None:
     alone = losses("1F1B", 1)
     assert len(alone) == 6 + 3 and alone["step:  6"] < alone["step:  1"]
     assert losses("zbv", 2) == pytest.approx(alone, abs=2e-4)
+
+
+@needs_torchtitan
+@pytest.mark.nightly
+@pytest.mark.parametrize(("dp", "tp", "schedule"), [(2, 1, "1F1B"), (1, 2, "zbv"), (2, 2, "Interleaved1F1B")])
+def test_losses_beside_fsdp_and_tensor_parallelism(dp: int, tp: int, schedule: str) -> None:
+    """Against the same without a pipeline."""
+    options = ("--dp", str(dp), "--tp", str(tp), "--steps", "3")
+    alone = losses("1F1B", dp * tp, *options)
+    assert len(alone) == 3 + 2 and alone["step:  3"] < alone["step:  1"]
+    assert losses(schedule, 2 * dp * tp, *options) == pytest.approx(alone, abs=2e-4)
 
 
 class Layers(nn.Module):

@@ -49,30 +49,109 @@ def test_processes_and_going_on_in_one(plain: Any, tmp_path: Path) -> None:
     assert all(abs(a[name] - b[name]).max() < 1e-5 for name in a)
 
 
-def trainer(tmp_path: Path, **changed: Any) -> Any:
-    from fastpipe.integrations.transformers import PipelineTrainer
-
+def model() -> Any:
+    torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, use_cache=False
     )
-    model = transformers.LlamaForCausalLM(config)
-    others = {"compute_loss_func": changed.pop("compute_loss_func", None)}
+    return transformers.LlamaForCausalLM(config)
+
+
+def trainer(tmp_path: Path, kind: Any = None, schedule: str = "1f1b", **changed: Any) -> Any:
+    from fastpipe.integrations.transformers import PipelineTrainer
+
+    given = {"compute_loss_func", "model_init", "train_dataset", "eval_dataset"} & changed.keys()
+    others = {"model": model()} | {name: changed.pop(name) for name in given}
+    if "model_init" in others:
+        others.pop("model")
     args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **changed)
-    pipeline = {"schedule": "1f1b", "num_microbatches": 2, "num_ranks": 2}
-    return PipelineTrainer(model, args, pipeline=pipeline, **others)
+    if kind is transformers.Trainer:
+        return kind(args=args, **others)
+    pipeline = {"schedule": schedule, "num_microbatches": 4, "num_ranks": 2}
+    return (kind or PipelineTrainer)(args=args, pipeline=pipeline, **others)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor = 0.1: leave it out"),
+        ({"bf16_full_eval": True}, "bf16_full_eval = True: leave it out"),
         ({"torch_compile": True}, "torch_compile = True: leave it out"),
-        ({"compute_loss_func": max}, "compute_loss_func, compute_loss: a pipeline takes the model's own loss"),
+        ({"optim": "lomo"}, "optim = .*lomo.*: leave it out"),
+        ({"compute_loss_func": max}, "compute_loss_func = .*: leave it out"),
+        ({"model_init": lambda: model()}, "model_init = .*: leave it out"),
     ],
 )
 def test_what_a_pipeline_cannot_follow_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="(?i)" + message):
         trainer(tmp_path, **changed)
+
+
+def test_methods_of_another_trainer_that_would_not_be_called_are_refused(tmp_path: Path) -> None:
+    from fastpipe.integrations.transformers import PipelineTrainer
+
+    class Other(transformers.Trainer):
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().prediction_step(*args, **kwargs)
+
+    class Mine(PipelineTrainer, Other):
+        pass
+
+    class Weighted(PipelineTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs) * 2
+
+    with pytest.raises(ValueError, match="prediction_step of another Trainer"):
+        trainer(tmp_path, Mine)
+    with pytest.raises(ValueError, match="compute_loss = True: leave it out"):
+        trainer(tmp_path, Weighted)
+
+
+def rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(1, 16, (count, 6), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+CHANGED: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True, "max_steps": 1},  # later ones differ by their rounding
+    "batches of fewer rows than microbatches": {"max_steps": 3, "per_device_eval_batch_size": 5},
+    "dataloader_drop_last": {"dataloader_drop_last": True},
+    "accumulation": {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False},
+    "max_grad_norm": {"max_grad_norm": 0.0},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "group_by_length": {"train_sampling_strategy": "group_by_length"},
+    "activation_checkpointing": {"activation_checkpointing": True},
+    "load_best_model_at_end": SAVES | {"learning_rate": 0.5, "schedule": "dualpipe", "train_dataset": rows(8, 0)},
+}
+"""What the Trainer does with its arguments, compared with the Trainer's own."""
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_arguments_that_change_numbers(name: str, tmp_path: Path) -> None:
+    """Ten rows are two batches of four, and one of two in four microbatches."""
+    given = {"train_dataset": rows(10, 0), "eval_dataset": rows(6, 1), "eval_strategy": "steps", "eval_steps": 2}
+    given |= {"max_steps": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "logging_steps": 1}
+    given |= {"optim": "sgd", "learning_rate": 0.1, "disable_tqdm": True, "save_strategy": "no"} | CHANGED[name]
+    schedule = given.pop("schedule", "1f1b")
+    mine, plain = (trainer(tmp_path / str(kind), kind, schedule, **given) for kind in (None, transformers.Trainer))
+    dtypes: list[set[torch.dtype]] = [set(), set()]
+    for made, seen in zip((mine, plain), dtypes, strict=True):
+        made.model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *args, seen=seen: seen.add(args[2].dtype))
+        torch.manual_seed(0)
+        made.train()
+    assert dtypes[0] == dtypes[1] == {torch.bfloat16 if name == "bf16" else torch.float32}
+    shown, expected = (
+        [{key: line[key] for key in (*KEPT, "total_flos") if key in line} for line in made.state.log_history]
+        for made in (mine, plain)
+    )
+    assert len(shown) == len(expected)
+    for line, wanted in zip(shown, expected, strict=True):
+        assert line == pytest.approx(wanted, rel=1e-5, abs=1e-5 if name != "bf16" else 1e-3)
+    for value, whole in zip(mine.pipe.state_dict().values(), plain.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(value, whole, rtol=1e-4, atol=1e-4)
+    found, wanted = (made.evaluate()["eval_loss"] for made in (mine, plain))
+    assert found == pytest.approx(wanted, rel=1e-4)
 
 
 def test_the_optimizer_has_the_parameters_of_this_process(tmp_path: Path) -> None:

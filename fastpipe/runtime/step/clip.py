@@ -207,21 +207,29 @@ def norms_of(held: Sequence[NamedGrad], order: float) -> torch.Tensor:
     return torch.stack([norm.double() for norm in norms]).cpu() if norms else torch.empty(0, dtype=torch.double)
 
 
-def _sharded_norms(grads: Sequence[Any], order: float) -> Iterable[tuple[list[int], torch.Tensor]]:
+def _sharded_norms(grads: list[Any], order: float) -> Iterable[tuple[list[int], torch.Tensor]]:
     """The norms of gradients that FSDP shards; one reduction per mesh, placement and dtype."""
     spread: dict[Any, list[int]] = {}
     for i, grad in enumerate(grads):
         if is_dtensor(grad):
+            grad = grads[i] = _summed(grad)
             spread.setdefault((grad.device_mesh, grad.placements, grad.dtype), []).append(i)
     for (mesh, placements, dtype), places in spread.items():
         local = torch.stack([_local_norm(grads[i], order) for i in places])
         for dimension, placement in enumerate(placements):
-            if placement.is_partial():
-                raise ValueError(f"a gradient has the placement {placement}: reduce it before it is clipped")
             # also the special shards that fully_shard makes of tensor-parallel layers
             if not placement.is_replicate():
                 local = _reduced(local, order, mesh.get_group(dimension))
         yield places, local.to(dtype.to_real())
+
+
+def _summed(grad: Any) -> Any:
+    """A gradient of which every rank has a part of the sum, as sequence parallelism leaves those of norms, summed."""
+    if not any(placement.is_partial() for placement in grad.placements):
+        return grad
+    from torch.distributed.tensor import Replicate
+
+    return grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
 
 
 def _local_norm(grad: Any, order: float) -> torch.Tensor:
