@@ -67,6 +67,7 @@ Names = Mapping[int, str]
 _GROUPS = "param_groups"
 _LOCAL = ("params", "param_names")
 """Entries of a group that differ between ranks."""
+_FLAT = (torch.Tensor, int, float, tuple, str, type(None))
 
 
 def flat_state(optimizers: Optimizers, names: Names) -> dict[str, Any]:
@@ -77,10 +78,12 @@ def flat_state(optimizers: Optimizers, names: Names) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for group, name, parameter, optimizer in _parameters(optimizers, names):
-        values = {("state", key): value for key, value in optimizer.state.get(parameter, {}).items()}
-        values |= {(_GROUPS, key): value for key, value in group.items() if key not in _LOCAL}
-        for (section, key), value in values.items():
-            if isinstance(value, Mapping | list) or not isinstance(key, str) or "." in key:
+        values = [("state", key, value) for key, value in optimizer.state.get(parameter, {}).items()]
+        values += [(_GROUPS, key, value) for key, value in group.items() if key not in _LOCAL]
+        for section, key, value in values:
+            # first the usual types, as it takes long to see that they are no Mapping
+            is_nested = not isinstance(value, _FLAT) and isinstance(value, Mapping | list)
+            if is_nested or not isinstance(key, str) or "." in key:
                 raise ValueError(
                     f"optimizer: {section} of {name} has {key!r}, a {type(value).__name__}: only tensors and plain "
                     "values can be saved, under names without a dot"

@@ -29,6 +29,7 @@ import pickle
 import secrets
 import stat
 import struct
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -60,7 +61,7 @@ from fastpipe.runtime.coordination import Reply, host_name, job_name, shares_sto
 from fastpipe.runtime.pipeline import Pipeline
 from fastpipe.runtime.transport import side_group
 
-_MAGIC = b"fastpip3"
+_MAGIC = b"fastpip4"
 _HEADER = struct.Struct("<8sqq20s")  # magic, sum of the block, step count, layout
 _START, _ROUND = 64, 1 << 16
 
@@ -188,7 +189,7 @@ class MemoryCheckpoint:
         self._sizes = sizes
         self._generation = generation = 1 + max(reply["generation"] for reply in replies)
         own = self._slots[self._rank]
-        image.copy(own.memory)
+        image.copy(own.file)
         own.publish(generation)
         if len(self._slots) > 1 or self._holders:
             self._writing = call_in_thread(lambda: self._exchange(generation), "fastpipe-memory")
@@ -264,7 +265,7 @@ class MemoryCheckpoint:
         if shares_store() and (started := torch_private.start_of_process(os.getppid())):
             (self._folder / f"agent.{os.getppid()}.{started}").touch(mode=0o600)
         # without a `load`, older files must not look newer than those of this attempt
-        self._generation = max((generation for _, generation, _ in _complete(self._folder)), default=0)
+        self._generation = max((generation for _, generation in _complete(self._folder)), default=0)
         _open[self._folder] = self
         return {}
 
@@ -285,8 +286,8 @@ class MemoryCheckpoint:
         """Send this rank's copy to other hosts, and receive theirs; in a thread."""
         own = self._slots[self._rank]
         others = [slots for rank, slots in self._slots.items() if rank != self._rank]
-        works: list[Any] = [dist.irecv(slots.memory, slots.rank, group=self._group) for slots in others]
-        works += [dist.isend(own.memory, holder, group=self._group) for holder in self._holders]
+        works: list[Any] = [dist.irecv(slots.file.memory, slots.rank, group=self._group) for slots in others]
+        works += [dist.isend(own.file.memory, holder, group=self._group) for holder in self._holders]
         for work in works:
             work.wait()
         for slots in others:
@@ -295,7 +296,7 @@ class MemoryCheckpoint:
     def _find(self, layout: bytes, disk: int) -> Tensor | None:
         """This rank's file of the newest generation that all ranks have and that is not older than the one on disk."""
         files = list(_complete(self._folder))
-        visible = _copies(files)
+        visible = _copies(self._folder, files)
         tables = self._gather({"layout": layout.hex(), "copies": list(visible)})
         copies = [[_Copy(*copy) for copy in table["copies"]] for table in tables]
         chosen, memory = -1, None
@@ -323,9 +324,9 @@ class MemoryCheckpoint:
             logger.warning("generation %d in memory is not used: %s", generation, why)
         self._generation = max(chosen, 0)
         # ranks may have got further than the generation that all have
-        for _, generation, path in files:
+        for rank, generation in files:
             if generation != chosen:
-                path.unlink(missing_ok=True)
+                (self._folder / f"{rank}-{generation}").unlink(missing_ok=True)
         return memory if chosen >= 0 else None
 
     def _fetch(self, usable: Sequence[Mapping[int, _Copy]], visible: Mapping[_Copy, Path]) -> Tensor:
@@ -336,7 +337,7 @@ class MemoryCheckpoint:
             source = rank if rank in copies else min(copies)
             copy = copies[source]
             if source == self._rank:
-                kept.append(_map(visible[copy], copy.size))
+                kept.append(_File(visible[copy], copy.size).memory)
                 if rank == self._rank:
                     memory = kept[-1]
                 else:
@@ -376,9 +377,7 @@ class MemoryCheckpoint:
         dist.all_gather(sizes, torch.tensor([len(text)]), group=self._group)
         longest = max(int(size) for size in sizes)
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._size)]
-        dist.all_gather(
-            texts, torch.cat([text, torch.zeros(longest - len(text), dtype=torch.uint8)]), group=self._group
-        )
+        dist.all_gather(texts, nn.functional.pad(text, (0, longest - len(text))), group=self._group)
         return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
 
@@ -404,11 +403,29 @@ class _Image:
         self._layout, (self._steps,) = _layout(state), state["steps"]
         self.size = -(-packing.size_of(end, self._text) // _ROUND) * _ROUND
 
-    def copy(self, memory: Tensor) -> None:
+    def copy(self, file: _File) -> None:
         """Copy it into a file's memory."""
-        packing.pack(memory, self._places, self._tensors, self._text)
-        header = _HEADER.pack(_MAGIC, int(bit_sum(memory[_START:])), self._steps, self._layout)
-        memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        if file.places != self._places:
+            file.places, file.views = self._places, [place.view(file.memory) for place in self._places]
+        with torch.no_grad():
+            for view, tensor in zip(file.views, self._tensors, strict=True):
+                view.copy_(tensor)
+        packing.write_text(file.memory, self._text)
+        header = _HEADER.pack(_MAGIC, int(bit_sum(file.memory[_START:])), self._steps, self._layout)
+        file.memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+
+
+class _File:
+    """The memory of a file, and views of the tensors that were last copied into it."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            self.memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+        self.places: Sequence[packing.PackedTensor] = ()
+        self.views: Sequence[Tensor] = ()
 
 
 class _Slots:
@@ -416,15 +433,15 @@ class _Slots:
 
     Attributes:
         rank: whose copies.
-        memory: of the file that is being written.
+        file: the one that is being written.
     """
 
-    memory: Tensor
+    file: _File
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank
         self._folder, self._spare = folder, folder / f"{rank}.writing"
-        self._mapped: dict[tuple[int, int], Tensor] = {}
+        self._mapped: dict[tuple[int, int], _File] = {}
 
     def reserve(self, size: int) -> None:
         """Make the older of the two files the one to write, or a new one while there are fewer.
@@ -432,9 +449,9 @@ class _Slots:
         Raises:
             OSError: if there is no room.
         """
-        done = sorted((generation, path) for rank, generation, path in _complete(self._folder) if rank == self.rank)
+        done = sorted(generation for rank, generation in _complete(self._folder) if rank == self.rank)
         if len(done) > 1:
-            os.replace(done[0][1], self._spare)
+            os.replace(self._folder / f"{self.rank}-{done[0]}", self._spare)
         descriptor = os.open(self._spare, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(descriptor).st_size != size:
@@ -443,10 +460,8 @@ class _Slots:
         finally:
             os.close(descriptor)
         if key not in self._mapped:
-            for old in list(self._mapped)[:-1]:
-                del self._mapped[old]
-            self._mapped[key] = _map(self._spare, size)
-        self.memory = self._mapped[key]
+            self._mapped = dict([*self._mapped.items()][-1:]) | {key: _File(self._spare, size)}
+        self.file = self._mapped[key]
 
     def _resize(self, descriptor: int, size: int) -> None:
         try:
@@ -509,10 +524,11 @@ class _Copy(NamedTuple):
     layout: str
 
 
-def _copies(files: Iterable[tuple[int, int, Path]]) -> dict[_Copy, Path]:
+def _copies(folder: Path, files: Iterable[tuple[int, int]]) -> dict[_Copy, Path]:
     """Those of this version."""
     found = {}
-    for rank, generation, path in files:
+    for rank, generation in files:
+        path = folder / f"{rank}-{generation}"
         with path.open("rb") as file:
             text, size = file.read(_HEADER.size), os.fstat(file.fileno()).st_size
         if len(text) == _HEADER.size and size % _ROUND == 0 and text.startswith(_MAGIC):
@@ -521,12 +537,12 @@ def _copies(files: Iterable[tuple[int, int, Path]]) -> dict[_Copy, Path]:
     return found
 
 
-def _complete(folder: Path) -> Iterable[tuple[int, int, Path]]:
-    """The complete files in a folder, with rank and generation."""
-    for path in folder.iterdir():
-        rank, _, generation = path.name.partition("-")
+def _complete(folder: Path) -> Iterable[tuple[int, int]]:
+    """The complete files in a folder: rank and generation."""
+    for name in os.listdir(folder):
+        rank, _, generation = name.partition("-")
         if rank.isdecimal() and generation.isdecimal():
-            yield int(rank), int(generation), path
+            yield int(rank), int(generation)
 
 
 def _is_private(folder: Path) -> bool:
@@ -540,14 +556,6 @@ def _remove(folder: Path) -> None:
         for path in folder.iterdir():
             path.unlink(missing_ok=True)
         folder.rmdir()
-
-
-def _map(path: Path, size: int) -> Tensor:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
 
 
 def _digest(text: str) -> str:
@@ -566,71 +574,63 @@ def _is_unaltered(memory: Tensor) -> bool:
     return bool(magic == _MAGIC and total == int(bit_sum(memory[_START:])))
 
 
-class _PlainWriter(pickle.Pickler):
-    """A writer of plain values; it sets the tensors within them aside."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, value: Any) -> tuple[int, str] | None:
-        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
-            return None
-        self.tensors.append(value)
-        return len(self.tensors) - 1, str(value.device)
-
-
 class _PlainReader(pickle.Unpickler):
     """A reader of plain values, and the tensors within them; it imports and calls nothing else."""
 
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
+    tensors: Sequence[Tensor]
 
-    def persistent_load(self, place: tuple[int, str]) -> Tensor:
-        tensor = self._tensors[place[0]]
-        return tensor.detach().to(place[1], copy=True).requires_grad_(tensor.requires_grad)
+    def tensor(self, number: int, device: str) -> Tensor:
+        found = self.tensors[number]
+        return found.detach().to(device, copy=True).requires_grad_(found.requires_grad)
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, _PlainReader.tensor.__qualname__):
+            return self.tensor
         if module == "collections" and name in ("Counter", "OrderedDict"):  # of learning-rate schedulers
             return super().find_class(module, name)
+        raise ValueError(f"has a {module}.{name}, which is not read, since that could execute code")
+
+
+class _PlainWriter(pickle.Pickler):
+    """A writer of what `_PlainReader` reads; it sets the tensors aside."""
+
+    tensors: list[Tensor]
+
+    def reducer_override(self, value: Any) -> Any:
+        """Called for all but None, numbers, texts, bytes, tuples, lists, dicts and sets."""
+        if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
+            self.tensors.append(value)
+            return _PlainReader.tensor, (len(self.tensors) - 1, str(value.device))
+        kind = value if isinstance(value, type) else type(value)
+        if kind in (Counter, OrderedDict) or value is _PlainReader.tensor:
+            return NotImplemented
         raise ValueError(
-            f"has a {module}.{name}, which is not copied, since reading it could execute code: give numbers, texts, "
-            "tensors, tuples, lists and dicts"
+            f"has a {kind.__module__}.{kind.__qualname__}, which is not copied, since reading it could execute code: "
+            "give numbers, texts, dense tensors, tuples, lists and dicts"
         )
 
 
-def _write_plain(state: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
+def _write_plain(state: Any, where: str = "") -> tuple[bytes, list[Tensor]]:
     """A state as text, and the tensors within its values.
 
     Raises:
         ValueError: for what could not be loaded, with its place.
     """
-    try:
-        return _plain(state)
-    except Exception:  # raised again, with the place
-        for section, values in state.items():
-            for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-                _check_plain(f"{section}, {key!r}," if key else section, value)
-        raise
-
-
-def _plain(value: Any) -> tuple[bytes, list[Tensor]]:
     file = io.BytesIO()
-    writer = _PlainWriter(file)
-    writer.dump(value)
-    _read_plain(file.getvalue(), writer.tensors)
+    writer = _PlainWriter(file, protocol=5)  # the first one that needs no class for a bytearray
+    writer.tensors = []
+    try:
+        writer.dump(state)
+    except Exception as error:  # told, with the place
+        for section, values in () if where else state.items():
+            for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+                _write_plain(value, f"{section}, {key!r}," if key else section)
+        why = error if isinstance(error, ValueError) else f"cannot be copied: {error}"
+        raise ValueError(f"{where} {why}") from None
     return file.getvalue(), writer.tensors
 
 
-def _check_plain(where: str, value: Any) -> None:
-    try:
-        _plain(value)
-    except Exception as error:  # told
-        raise ValueError(
-            f"{where} {error if isinstance(error, ValueError) else f'cannot be copied: {error}'}"
-        ) from None
-
-
 def _read_plain(text: bytes, tensors: Sequence[Tensor] = ()) -> Any:
-    return _PlainReader(io.BytesIO(text), tensors).load()
+    reader = _PlainReader(io.BytesIO(text))
+    reader.tensors = tensors
+    return reader.load()

@@ -3,8 +3,9 @@
 import os
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,70 @@ def same_leaf(found: Any, wanted: Any) -> bool:
     return torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else bool(found == wanted)
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [None, True, 1 << 80, -0.5, "é", b"a", bytearray(b"b"), (1, {2: 3}), [{4}, frozenset({5})]],
+        OrderedDict(a=Counter("aab"), b=OrderedDict()),
+        [torch.zeros(0, 3), torch.tensor(True), torch.arange(12).view(3, 4).t(), torch.eye(4)[:, ::2]],
+        [torch.zeros(2, dtype=torch.bfloat16), torch.tensor([1j]).conj(), torch.zeros(1).expand(3)],
+    ],
+)
+def test_extra_comes_back(extra: Any, tmp_path: Path) -> None:
+    _, _, memory = make(tmp_path)
+    memory.save(extra)
+    found = memory.load()
+    leaves, structure = pytree.tree_flatten(found)
+    wanted, wanted_structure = pytree.tree_flatten(extra)
+    assert structure == wanted_structure and list(map(type, leaves)) == list(map(type, wanted))
+    assert all(map(same_leaf, leaves, wanted))
+    memory.close()
+
+
+def test_a_tensor_in_two_places_stays_one(tmp_path: Path) -> None:
+    _, _, memory = make(tmp_path)
+    shared = torch.ones(3)
+    memory.save([shared, {"a": shared}])
+    first, second = memory.load()
+    assert first is second["a"] and torch.equal(first, shared)
+    memory.close()
+
+
+def test_what_is_saved_may_change_its_form(tmp_path: Path) -> None:
+    """Places in a file are found anew: an optimizer gets its state, a tensor another shape, dtype, strides or flag."""
+    pipe, optimizes, memory = make(tmp_path)
+    value = torch.arange(6.0).view(2, 3)
+    forms = [value, value + 1, value.t(), value.view(3, 2), value.to(torch.float64), value.clone().requires_grad_()]
+    for number, form in enumerate([*forms, *reversed(forms)]):
+        if number in (4, 5):
+            train(pipe, optimizes, range(number - 4, number - 3))
+        memory.save([form, number])
+        (name,) = memory._slots[0]._folder.glob(f"0-{number + 1}")
+        image = torch.frombuffer(bytearray(name.read_bytes()), dtype=torch.uint8)
+        rows, within, text = memory_checkpoint._read_plain(packing.text_of(image))
+        assert any(key.startswith("state.") for _, key, *_ in rows) == (number >= 4)
+        views = [packing.PackedTensor(*place).view(image) for place in within]
+        (found, last), *_ = memory_checkpoint._read_plain(text, views)["extra"]
+        assert last == number and torch.equal(found, form) and found.stride() == form.stride()
+        assert found.dtype == form.dtype and found.requires_grad == form.requires_grad
+        for section, key, _, *place in rows:
+            if section == "model":
+                assert torch.equal(packing.PackedTensor(*place).view(image), pipe.state_dict()[key])
+    optimizes.param_groups[0]["lr"] = 0.25
+    memory.save("last")
+    optimizes.param_groups[0]["lr"] = 0.5
+    assert memory.load() == "last" and optimizes.param_groups[0]["lr"] == 0.25
+    memory.close()
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
 class Killed(BaseException):
     """Where a process would have ended."""
 
@@ -108,9 +173,9 @@ class Killed(BaseException):
     ("owner", "name"),
     [
         (memory_checkpoint._Slots, "reserve"),
-        (memory_checkpoint, "_map"),
+        (memory_checkpoint._File, "__init__"),
         (memory_checkpoint._Image, "copy"),
-        (packing, "pack"),
+        (packing, "write_text"),
         (memory_checkpoint, "bit_sum"),
         (memory_checkpoint._Slots, "publish"),
     ],
@@ -134,7 +199,7 @@ def test_the_copy_before_it_is_whole(
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, kill)
-        if name == "_map" and saves > 1:
+        if name == "__init__" and saves > 1:
             memory._slots[0]._mapped.clear()
         with pytest.raises(Killed):
             memory.save({"step": saves + 1})
@@ -180,11 +245,15 @@ def with_foreign_folder(folder: Path) -> None:
         ),
         (lambda folder: [make(folder), make(folder)], "name: this script has a MemoryCheckpoint already"),
         (lambda folder: make(folder)[2].save(torch.device("cpu")), r"^extra has a torch\.device, which is not copied"),
-        (lambda folder: make(folder)[2].save([lambda: 3]), "^extra cannot be copied: .*lambda"),
+        (lambda folder: make(folder)[2].save([lambda: 3]), r"^extra has a builtins\.function, which is not copied"),
         (
             lambda folder: make(folder, [Counts((torch.float32,)) for _ in range(12)])[2].save(),
-            r"^model, '0\._extra_state', has a torch\.float32, which is not copied",
+            r"^model, '0\._extra_state', has a torch\.dtype, which is not copied",
         ),
+        (lambda folder: make(folder)[2].save({"a": [os.system]}), r"^extra has a builtins\.builtin_function_or_method"),
+        (lambda folder: make(folder)[2].save(torch.eye(2).to_sparse()), r"^extra has a torch\.Tensor, .*dense tensors"),
+        (lambda folder: make(folder)[2].save(torch.eye(2).as_subclass(Sub)), r"^extra has a tests\..*\.Sub, which"),
+        (lambda folder: make(folder)[2].save(Level.LOW), r"^extra has a tests\..*\.Level, which is not copied"),
         (with_foreign_folder, "is not this user's private folder"),
     ],
 )

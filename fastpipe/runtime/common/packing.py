@@ -52,9 +52,10 @@ def lay_out(tensors: Sequence[torch.Tensor], start: int = 0) -> tuple[list[Packe
     """Places for tensors without lazy conjugation or negation, from ``start``, a multiple of 64; and their end."""
     places: list[PackedTensor] = []
     for tensor in tensors:
-        size, stride = tuple(tensor.shape), tensor.stride()
-        last = sum((count - 1) * step for count, step in zip(size, stride, strict=True))
-        length = (last + 1) * tensor.itemsize if tensor.numel() else 0
+        size, stride, num_elements = tuple(tensor.shape), tensor.stride(), tensor.numel()
+        if num_elements and not tensor.is_contiguous():
+            num_elements = 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+        length = num_elements * tensor.itemsize
         offset = start + tensor.data_ptr() % _ALIGNMENT
         dtype = str(tensor.dtype).removeprefix("torch.")
         places.append(PackedTensor(dtype, size, stride, offset, length, tensor.requires_grad))
@@ -71,6 +72,11 @@ def pack(block: torch.Tensor, places: Sequence[PackedTensor], tensors: Sequence[
     """Write tensors into a block, and a text at its end."""
     for place, tensor in zip(places, tensors, strict=True):
         place.write(block, tensor)
+    write_text(block, text)
+
+
+def write_text(block: torch.Tensor, text: bytes) -> None:
+    """Write a text at the end of a block."""
     tail = text + len(text).to_bytes(_LENGTH, "little")
     block[-len(tail) :].copy_(torch.frombuffer(bytearray(tail), dtype=torch.uint8))
 

@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -115,26 +116,34 @@ def _held(placement: Placement) -> list[tuple[int, int]]:
     return sorted({(rank, stage) for route in placement.routes for stage, rank in enumerate(route)})
 
 
+@lru_cache(maxsize=4)
+def _parts(program: Program) -> list[Draw]:
+    """All that a program computes, in the form in which parts of it are drawn.
+
+    The auditor is the rank whose first stage is the last to get an input, as it waits for that at the begin of a step.
+    """
+    routes, parts = program.placement.routes, []
+    for owner, stage in _held(program.placement):
+        others = [rank for rank in range(program.num_ranks) if rank != owner]
+        auditor = max(others, key=lambda rank: min(route.index(rank) for route in routes if rank in route))
+        ops, stages, microbatches = program.columns[owner][:3]
+        forwards = microbatches[(stages == stage) & ((ops == Op.F) | (ops == Op.OVERLAP_F_B))].tolist()
+        split = set(microbatches[(stages == stage) & (ops == Op.I)].tolist())
+        last = last_microbatches(program.columns[owner], stage)
+        parts.append(Draw(owner, auditor, stage, {i: i in split for i in sorted(forwards)}, last))
+    return parts
+
+
 def draw(share: float, step: int, program: Program) -> Draw | None:
     """The stage and the microbatches that are audited in a step; None if there are none.
 
-    Each microbatch of each stage is drawn with the probability ``share``. The auditor is the rank whose first stage is
-    the last to get an input, as it waits for that at the begin of a step.
+    Each microbatch of each stage is drawn with the probability ``share``.
     """
-    held = _held(program.placement)
-    owner, stage = held[microbatch_seed(0, step, 0, 0) % len(held)]
-    limit = share * len(held) * 2**64
-    chosen = [i for i in range(program.num_microbatches) if microbatch_seed(0, step, 1, i) < limit]
-    ops, stages, microbatches = program.columns[owner][:3]
-    forwards = set(microbatches[(stages == stage) & ((ops == Op.F) | (ops == Op.OVERLAP_F_B))].tolist())
-    split = set(microbatches[(stages == stage) & (ops == Op.I)].tolist())
-    drawn = {i: i in split for i in chosen if i in forwards}
-    if not drawn:
-        return None
-    routes = program.placement.routes
-    others = [rank for rank in range(program.num_ranks) if rank != owner]
-    auditor = max(others, key=lambda rank: min(route.index(rank) for route in routes if rank in route))
-    return Draw(owner, auditor, stage, drawn, last_microbatches(program.columns[owner], stage))
+    parts = _parts(program)
+    part = parts[microbatch_seed(0, step, 0, 0) % len(parts)]
+    limit = share * len(parts) * 2**64
+    drawn = {i: splits for i, splits in part.microbatches.items() if microbatch_seed(0, step, 1, i) < limit}
+    return part._replace(microbatches=drawn) if drawn else None
 
 
 def packed(tree: Any, stage: int, device: torch.device) -> torch.Tensor:
