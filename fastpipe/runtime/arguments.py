@@ -211,8 +211,8 @@ class ExecutionArguments:
             if (self.mesh.mesh.diff(dim=dimension) < 0).any():
                 raise ValueError(
                     f"mesh: along {name!r} its processes are not in ascending order ({self.mesh.mesh.tolist()}), as "
-                    "torch numbers the ranks of a group: stages would meet other stages, and checkpoints mix up the shards; "
-                    "order them"
+                    "torch numbers the ranks of a group: stages would meet other stages, and checkpoints mix up the "
+                    "shards; order them"
                 )
         return self.mesh["pp"]
 
