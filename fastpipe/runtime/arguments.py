@@ -210,8 +210,8 @@ class ExecutionArguments:
         for dimension, name in enumerate(names):
             if (self.mesh.mesh.diff(dim=dimension) < 0).any():
                 raise ValueError(
-                    f"mesh: along {name!r} its processes are not in ascending order ({self.mesh.mesh.tolist()}), as torch "
-                    "numbers the ranks of a group: stages would meet other stages, and checkpoints mix up the shards; "
+                    f"mesh: along {name!r} its processes are not in ascending order ({self.mesh.mesh.tolist()}), as "
+                    "torch numbers the ranks of a group: stages would meet other stages, and checkpoints mix up shards; "
                     "order them"
                 )
         return self.mesh["pp"]

@@ -34,6 +34,7 @@ from fastpipe.runtime.common import (
     first_line,
     keep_in_children,
     lost_peer,
+    process_group,
     torch_private,
     wait_until_done,
 )
@@ -116,12 +117,12 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Membership(device=device)
         _make_group(device, timeout)
-    if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(_from_mesh(group))):
+    if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(process_group(group, "group", "pp"))):
         raise ValueError(
             "group: its backend is 'fake', which sends nothing; make a group of gloo or nccl, or "
             "run all ranks in one process without a group (num_ranks=)"
         )
-    group = _from_mesh(group)
+    group = process_group(group, "group", "pp")
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
         raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
@@ -174,21 +175,6 @@ def _digest(ranks: tuple[int, ...]) -> str:
 
 def _process_key(process: int) -> str:
     return f"fastpipe/process/{process}"
-
-
-def _from_mesh(group: Any) -> Any:
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return group
-    if not hasattr(group, "mesh_dim_names"):
-        raise TypeError(
-            f"group is a {type(group).__name__}: give a process group that this process is in, or a DeviceMesh of one "
-            "dimension"
-        )
-    if group.ndim != 1:
-        raise ValueError(
-            f"group: the DeviceMesh has {group.ndim} dimensions; give the pipeline's, for example mesh['pp']"
-        )
-    return group.get_group()
 
 
 def _attempt_of(ranks: tuple[int, ...], timeout: float) -> str:
