@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -259,22 +259,24 @@ class MeshGroups:
     which close theirs.
     """
 
-    _ended: weakref.WeakSet[Any] = weakref.WeakSet()
-    """Of all meshes of this process."""
+    _ended: set[tuple[str, tuple[int, ...]]] = set()
+    """Of all meshes of this process: names of dimensions, and processes. torch takes the mesh of a DTensor from caches,
+    in which a new mesh that is equal in these would be the one that has ended."""
 
-    def __init__(self, groups: Sequence[Any] = (), device: torch.device = CPU) -> None:
-        self._groups, self._device = list(groups), device
+    def __init__(self, groups: Mapping[str, Any] | None = None, device: torch.device = CPU) -> None:
+        self._names = {_name_of(name, group) for name, group in (groups or {}).items()}
+        self._groups, self._device = list((groups or {}).values()), device
         self._failed = False
 
     @classmethod
-    def have_ended(cls, group: Any) -> bool:
-        """Whether a failure has ended this group."""
-        return group in cls._ended
+    def have_ended(cls, name: str, group: Any) -> bool:
+        """Whether a failure has ended this dimension's group, or one that torch would use instead."""
+        return _name_of(name, group) in cls._ended
 
     def abort(self) -> None:
         """A rank failed or is lost: abort what can be aborted from any thread."""
         failed, self._failed = self._failed, True
-        self._ended.update(self._groups)
+        self._ended.update(self._names)
         if not failed and self._device.type == "cuda":
             start_aborts([torch_private.backend_for(group, self._device) for group in self._groups])
 
@@ -289,6 +291,10 @@ class MeshGroups:
             runtime.drop_backends(group)
             # dropped in a thread: its end waits for its own threads, which may still serve peers
             aside([backend.clear], "fastpipe-leave")
+
+
+def _name_of(dimension: str, group: Any) -> tuple[str, tuple[int, ...]]:
+    return dimension, tuple(dist.get_process_group_ranks(group))
 
 
 _WATCHDOG = {
