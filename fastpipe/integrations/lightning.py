@@ -47,6 +47,15 @@ class PipelineStrategy(DDPStrategy):
         """The optimizer is loaded with the model."""
         return True
 
+    @property
+    def _layer_sync(self) -> None:
+        """Lightning sets it for ``sync_batchnorm``."""
+
+    @_layer_sync.setter
+    def _layer_sync(self, value: Any) -> None:
+        if value is not None:
+            raise ValueError("sync_batchnorm = True: the processes have different stages; leave it out")
+
     def setup(self, trainer: Trainer) -> None:
         """As for one process: a pipeline is no replica, and DDP's would send the stages of rank 0 to the others.
 
@@ -59,8 +68,6 @@ class PipelineStrategy(DDPStrategy):
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError("precision = '16-mixed': use fastpipe.GradScaler in training_step, or 'bf16-mixed'")
-        if self._layer_sync is not None:
-            raise ValueError("sync_batchnorm = True: the processes have different stages; leave it out")
         Strategy.setup(self, trainer)
 
     def _setup_model(self, model: Any) -> Any:

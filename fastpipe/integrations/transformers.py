@@ -38,8 +38,6 @@ class PipelineTrainer(Trainer):
     def __init__(self, *args: Any, pipeline: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._check()
-        self.args._n_gpu = 1  # of one process; or the Trainer multiplies the batch by the number of GPUs
-        self._train_batch_size = self.args.train_batch_size
         layers: Any = fastpipe.split(self.model)
         scale = self._scale = [1.0]  # not self: the threads of ranks hold the loss function, and would hold the Trainer
         self._num_tokens = layers.num_tokens
@@ -49,6 +47,8 @@ class PipelineTrainer(Trainer):
             return layers.loss_fn(output, labels) * scale[0]
 
         self.pipe = fastpipe.Pipeline(layers, loss_fn=loss_fn, loss_reduction=layers.num_tokens, **pipeline)
+        if self.args.n_gpu > 1:  # the Trainer multiplies the batch by it
+            raise ValueError(f"n_gpu = {self.args.n_gpu}: one process uses one GPU; hide the others, or use torchrun")
         if self.args.world_size not in (1, self.pipe.num_ranks):
             raise ValueError(f"{self.args.world_size} processes, {self.pipe.num_ranks} ranks: each must have one")
         self._local = nn.ModuleList(self.pipe.stage_modules.values())

@@ -154,11 +154,11 @@ class ExecutionArguments:
                 "ranks, while a forward and a backward at the same time have any; use 'auto', with which they take "
                 "turns at fastpipe.all_to_all, or 'never'"
             )
-        ended = [name for name in self.other_dimensions() if MeshGroups.have_ended(self.mesh.get_group(name))]
+        ended = [name for name in self.other_dimensions() if MeshGroups.have_ended(name, self.mesh.get_group(name))]
         if ended:
             raise ValueError(
                 f"mesh: its groups over {', '.join(ended)} have ended, as a step failed in a stage that used them; "
-                "start the processes again"
+                "start the processes again, or make a mesh in which these dimensions have other names"
             )
         _check_switch("cuda_graph", self.cuda_graph)
         if self.audit is not None and not (_is_seconds(self.audit) and self.audit <= 1):
@@ -211,8 +211,7 @@ class ExecutionArguments:
             if (self.mesh.mesh.diff(dim=dimension) < 0).any():
                 raise ValueError(
                     f"mesh: along {name!r} its processes are not in ascending order ({self.mesh.mesh.tolist()}), as "
-                    "torch numbers the ranks of a group: stages would meet other stages, and checkpoints mix up the "
-                    "shards; order them"
+                    "torch numbers the ranks of a group: stages would meet others, checkpoints mix shards; order them"
                 )
         return self.mesh["pp"]
 

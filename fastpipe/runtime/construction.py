@@ -566,7 +566,7 @@ def make_steps(
         why_not_recorded=refusal,
     )
     if isinstance(world.control, MeshControl):
-        ranks.mesh_groups = MeshGroups([execution.mesh.get_group(n) for n in execution.other_dimensions()], device)
+        ranks.mesh_groups = MeshGroups({n: execution.mesh.get_group(n) for n in execution.other_dimensions()}, device)
         for stage in local.stages:
             stage.leave_mesh = ranks.mesh_groups.leave
     forward_only = not programs.has_backward(num_microbatches)

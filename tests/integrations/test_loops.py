@@ -42,6 +42,7 @@ def test_a_model_that_accelerate_has_patched_is_refused(monkeypatch: pytest.Monk
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, use_cache=False
     )
     model = transformers.LlamaForCausalLM(config)
+    AcceleratorState._reset_state(True)  # of the tests before
     try:
         patched = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
     finally:
@@ -113,8 +114,6 @@ def test_what_lightning_would_not_follow_is_refused(
     module.automatic_optimization = changed.pop("automatic", False)
     if changed.pop("precision", None):
         changed["plugins"] = MixedPrecision("16-mixed", "cpu")
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, strategy=Alone(), logger=False, enable_checkpointing=False, **changed
-    )
+    options = {"accelerator": "cpu", "devices": 1, "strategy": Alone(), "logger": False, "enable_checkpointing": False}
     with pytest.raises(Exception, match=message):
-        trainer.fit(module, [0])
+        lightning.Trainer(**options, **changed).fit(module, [0])

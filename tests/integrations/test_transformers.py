@@ -107,6 +107,12 @@ def test_methods_of_another_trainer_that_would_not_be_called_are_refused(tmp_pat
         trainer(tmp_path, Weighted)
 
 
+def test_several_gpus_of_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match="n_gpu = 2: one process uses one GPU"):
+        trainer(tmp_path)
+
+
 def rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
     ids = torch.randint(1, 16, (count, 6), generator=torch.Generator().manual_seed(seed))
     return [{"input_ids": row, "labels": row} for row in ids]

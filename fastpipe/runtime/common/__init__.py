@@ -7,6 +7,7 @@ from fastpipe.runtime.common.devices import (
     ThreadState,
     cuda_devices,
     located,
+    process_group,
     recorded,
     time_when_idle,
     wait_until_done,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe.runtime.common import listed, torch_private
+from fastpipe.runtime.common import listed, process_group, torch_private
 from fastpipe.runtime.data_parallel.ddp import Replicated
 from fastpipe.runtime.data_parallel.fsdp import Sharded, is_sharded
 from fastpipe.runtime.data_parallel.interface import DataParallel
@@ -65,16 +65,10 @@ def replicate(modules: Mapping[int, nn.Module], group: Any) -> dict[int, nn.Modu
         group: of the replicas: a process group, or a DeviceMesh of one dimension.
 
     Raises:
-        ValueError: for another kind of group, or a stage that has data parallelism already.
+        TypeError: for another kind of group.
+        ValueError: for a mesh of several dimensions, or a stage that has data parallelism already.
     """
-    if hasattr(group, "mesh_dim_names"):
-        if group.ndim != 1:
-            raise ValueError(
-                f"data_parallel: the DeviceMesh has {group.ndim} dimensions; give the replicas', for example mesh['dp']"
-            )
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"data_parallel = {group!r}: give a process group, or a DeviceMesh such as mesh['dp']")
+    group = process_group(group, "data_parallel", "dp")
     for stage, module in modules.items():
         if find_data_parallel(module, stage) is not None:
             raise ValueError(

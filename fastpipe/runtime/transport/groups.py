@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -34,6 +34,7 @@ from fastpipe.runtime.common import (
     first_line,
     keep_in_children,
     lost_peer,
+    process_group,
     torch_private,
     wait_until_done,
 )
@@ -116,12 +117,12 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Membership(device=device)
         _make_group(device, timeout)
-    if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(_from_mesh(group))):
+    if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(process_group(group, "group", "pp"))):
         raise ValueError(
             "group: its backend is 'fake', which sends nothing; make a group of gloo or nccl, or "
             "run all ranks in one process without a group (num_ranks=)"
         )
-    group = _from_mesh(group)
+    group = process_group(group, "group", "pp")
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
         raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
@@ -174,21 +175,6 @@ def _digest(ranks: tuple[int, ...]) -> str:
 
 def _process_key(process: int) -> str:
     return f"fastpipe/process/{process}"
-
-
-def _from_mesh(group: Any) -> Any:
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return group
-    if not hasattr(group, "mesh_dim_names"):
-        raise TypeError(
-            f"group is a {type(group).__name__}: give a process group that this process is in, or a DeviceMesh of one "
-            "dimension"
-        )
-    if group.ndim != 1:
-        raise ValueError(
-            f"group: the DeviceMesh has {group.ndim} dimensions; give the pipeline's, for example mesh['pp']"
-        )
-    return group.get_group()
 
 
 def _attempt_of(ranks: tuple[int, ...], timeout: float) -> str:
@@ -273,22 +259,24 @@ class MeshGroups:
     which close theirs.
     """
 
-    _ended: weakref.WeakSet[Any] = weakref.WeakSet()
-    """Of all meshes of this process."""
+    _ended: set[tuple[str, tuple[int, ...]]] = set()
+    """Of all meshes of this process: names of dimensions, and processes. torch takes the mesh of a DTensor from caches,
+    in which a new mesh that is equal in these would be the one that has ended."""
 
-    def __init__(self, groups: Sequence[Any] = (), device: torch.device = CPU) -> None:
-        self._groups, self._device = list(groups), device
+    def __init__(self, groups: Mapping[str, Any] | None = None, device: torch.device = CPU) -> None:
+        self._names = {_name_of(name, group) for name, group in (groups or {}).items()}
+        self._groups, self._device = list((groups or {}).values()), device
         self._failed = False
 
     @classmethod
-    def have_ended(cls, group: Any) -> bool:
-        """Whether a failure has ended this group."""
-        return group in cls._ended
+    def have_ended(cls, name: str, group: Any) -> bool:
+        """Whether a failure has ended this dimension's group, or one that torch would use instead."""
+        return _name_of(name, group) in cls._ended
 
     def abort(self) -> None:
         """A rank failed or is lost: abort what can be aborted from any thread."""
         failed, self._failed = self._failed, True
-        self._ended.update(self._groups)
+        self._ended.update(self._names)
         if not failed and self._device.type == "cuda":
             start_aborts([torch_private.backend_for(group, self._device) for group in self._groups])
 
@@ -303,6 +291,10 @@ class MeshGroups:
             runtime.drop_backends(group)
             # dropped in a thread: its end waits for its own threads, which may still serve peers
             aside([backend.clear], "fastpipe-leave")
+
+
+def _name_of(dimension: str, group: Any) -> tuple[str, tuple[int, ...]]:
+    return dimension, tuple(dist.get_process_group_ranks(group))
 
 
 _WATCHDOG = {
