@@ -284,7 +284,7 @@ class Steps:
 
     @contextlib.contextmanager
     def _published(self) -> Iterator[None]:
-        """Context from the agreement on a step to its end, in which other processes may wait for this one.
+        """Context in which other processes may wait for this one: the agreement on a step, and from there to its end.
 
         Executors and `_finish` report failures within a step, after which the next one works. Any other exception is
         published at once and ends the pipeline, as the progress of the other processes is unknown.
@@ -328,6 +328,8 @@ class Steps:
         """End this pipeline with a fatal failure, and raise it."""
         note = "" if self.control.size == 1 else self.watchdog.last_report()
         self._break(failure)
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause  # such as the SystemExit of a signal's handler, which ends the process
         raise failure.error(note=note) from cause
 
     def _break(self, failure: Failure) -> None:
@@ -459,7 +461,8 @@ class Steps:
     def _agree(self, message: Reply, error: BaseException | None, refusal: str) -> list[Reply]:
         """Exchange the messages at the start; a rank that cannot start is an error on every rank."""
         failure = None if error is None else Failure(self.control.rank, cause_text(error))
-        replies, refused = exchange_or_refuse(functools.partial(self.control.exchange, "start"), message, failure)
+        with self._published():
+            replies, refused = exchange_or_refuse(functools.partial(self.control.exchange, "start"), message, failure)
         if error is not None:
             raise error
         calls = [reply["call"] for reply in replies]
