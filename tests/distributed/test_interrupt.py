@@ -209,3 +209,30 @@ def test_a_handler_that_raises_ends_a_wait_and_the_pipeline(phase: str, way: dic
     assert own == "Ended" and other == "StepError"
     assert "rank 0" in text and "Ended: by a signal; the pipeline is closed" in text and text == again
     assert phase == "start" or "WAIT_RECV" in text
+
+
+def ended_after_a_step(way: dict[str, str]) -> list[float]:
+    """Runs on both ranks: a handler raises on rank 0 when the ranks have agreed that the first step has succeeded."""
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, **way)
+    batch = case.batches(1, rows_for(COUNT))[0]
+    if dist.get_rank() == 0:
+        goes_on = pipe._steps._raise_failure
+
+        def end(*_: Any) -> NoReturn:
+            pipe._steps._raise_failure = goes_on
+            raise Ended
+
+        pipe._steps._raise_failure = end
+        with pytest.raises(Ended):
+            pipe.step(*batch.args, target=batch.target)
+    else:
+        pipe.step(*batch.args, target=batch.target)
+    return [float(pipe.step(*batch.args, target=batch.target).loss) for _ in range(2)]
+
+
+def test_a_handler_that_raises_at_the_end_of_a_step(way: dict[str, str]) -> None:
+    """Whether a step announces its messages is known to all ranks or to none."""
+    with ranks(2) as group:
+        first, second = group.run(ended_after_a_step, way)
+    assert first == second and len(set(first)) == 1

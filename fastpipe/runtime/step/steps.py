@@ -242,6 +242,9 @@ class Steps:
                     replies = self._finish(outcome, request, trace)
                     if self.audit is not None and request.training and not _have_failed(replies):
                         self.audit.end(replies)
+                    # within this context, as all ranks must announce the same steps, whatever a signal's handler raises
+                    if not _have_failed(replies):
+                        self._remember(signature)
                 if any(reply.get("no_loss") for reply in replies):
                     if len(self._lossless) == _MAX_SIGNATURES:
                         self._lossless.clear()
@@ -252,7 +255,6 @@ class Steps:
         if self.audit is not None and self.audit.finding is not None:
             self._release()
             raise self.audit.take_finding()
-        self._remember(signature)
         self.random.done(request.training)
         return self._result(program, outcome, replies, weights)
 
