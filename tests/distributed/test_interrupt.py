@@ -169,3 +169,70 @@ def test_the_second_one_ends_a_wait(way: tuple[str, str], tmp_path: Path) -> Non
             interrupted_while_it_waits, str(tmp_path / "note"), dict(zip(("executor", "transport"), way, strict=True))
         )
         assert "KeyboardInterrupt; the pipeline is closed; build a new one" in group.results([0])[0]
+
+
+class Ended(BaseException):
+    """Raised by a handler of SIGTERM."""
+
+
+def ended_while_it_waits(phase: str, way: dict[str, str]) -> tuple[str, str, str]:
+    """Runs on both ranks: rank 0 gets a SIGTERM while rank 1 keeps it waiting in the second step, or before it."""
+
+    def end(number: int, frame: Any) -> None:
+        raise Ended("by a signal")
+
+    own, case = dist.get_rank(), CASES["plain"]
+    before = signal.signal(signal.SIGTERM, end)
+    is_late = own == 1 and phase == "step"
+    layers = [AtCall(lambda: time.sleep(3), COUNT if is_late else -1) for _ in range(2)]
+    pipe = Pipeline(layers, "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, **way)
+    first, second = case.batches(2, rows_for(COUNT))
+    pipe.step(*first.args, target=first.target)
+    timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
+    if own == 0:
+        timer.start()
+    elif phase == "start":
+        time.sleep(3)
+    with pytest.raises((Ended, StepError)) as caught:
+        pipe.step(*second.args, target=second.target)
+    with pytest.raises(StepError) as again:
+        pipe.step(*second.args, target=second.target)
+    signal.signal(signal.SIGTERM, before)
+    return caught.type.__name__, str(caught.value), str(again.value)
+
+
+@pytest.mark.parametrize("phase", ["start", "step"])
+def test_a_handler_that_raises_ends_a_wait_and_the_pipeline(phase: str, way: dict[str, str]) -> None:
+    """Its message may still come, and must not be taken for one of the next step."""
+    with ranks(2) as group:
+        (own, _, again), (other, text, _) = group.run(ended_while_it_waits, phase, way)
+    assert own == "Ended" and other == "StepError"
+    assert "rank 0" in text and "Ended: by a signal; the pipeline is closed" in text and text == again
+    assert phase == "start" or "WAIT_RECV" in text
+
+
+def ended_after_a_step(way: dict[str, str]) -> list[float]:
+    """Runs on both ranks: a handler raises on rank 0 when the ranks have agreed that the first step has succeeded."""
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, **way)
+    batch = case.batches(1, rows_for(COUNT))[0]
+    if dist.get_rank() == 0:
+        goes_on = pipe._steps._raise_failure
+
+        def end(*_: Any) -> NoReturn:
+            pipe._steps._raise_failure = goes_on
+            raise Ended
+
+        pipe._steps._raise_failure = end
+        with pytest.raises(Ended):
+            pipe.step(*batch.args, target=batch.target)
+    else:
+        pipe.step(*batch.args, target=batch.target)
+    return [float(pipe.step(*batch.args, target=batch.target).loss) for _ in range(2)]
+
+
+def test_a_handler_that_raises_at_the_end_of_a_step(way: dict[str, str]) -> None:
+    """Whether a step announces its messages is known to all ranks or to none."""
+    with ranks(2) as group:
+        first, second = group.run(ended_after_a_step, way)
+    assert first == second and len(set(first)) == 1

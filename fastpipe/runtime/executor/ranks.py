@@ -393,8 +393,9 @@ def failure_at(
     stage, microbatch = instruction.stage, instruction.microbatch
     if instruction.op is Op.OVERLAP_F_B and stages[stage].running != microbatch:
         stage, microbatch = instruction.pair_stage, instruction.pair_microbatch
-    # an abandoned message may still arrive, and would be taken for one of the next step
-    is_fatal = isinstance(error, KeyboardInterrupt) and instruction.op in (Op.WAIT_RECV, Op.WAIT_SEND)
+    # a signal's handler raised: the abandoned message may still arrive, and would be taken for one of the next step
+    is_fatal = instruction.op in (Op.WAIT_RECV, Op.WAIT_SEND)
+    is_fatal |= instruction.op in (Op.POST_RECV, Op.SEND) and not isinstance(error, Exception)
     found = None if microbatch < 0 else microbatch  # collectives have none
     return Failure(rank, cause_text(error), stage, text, found, is_fatal=is_fatal)
 

@@ -241,6 +241,9 @@ class Steps:
                     replies = self._finish(outcome, request, trace)
                     if self.audit is not None and request.training and not _have_failed(replies):
                         self.audit.end(replies)
+                    # within this context, as all ranks must announce the same steps, whatever a signal's handler raises
+                    if not _have_failed(replies):
+                        self._remember(signature)
                 if any(reply.get("no_loss") for reply in replies):
                     if len(self._lossless) == _MAX_SIGNATURES:
                         self._lossless.clear()
@@ -251,7 +254,6 @@ class Steps:
         if self.audit is not None and self.audit.finding is not None:
             self._release()
             raise self.audit.take_finding()
-        self._remember(signature)
         self.random.done(request.training)
         return self._result(program, outcome, replies, weights)
 
@@ -283,7 +285,7 @@ class Steps:
 
     @contextlib.contextmanager
     def _published(self) -> Iterator[None]:
-        """Context from the agreement on a step to its end, in which other processes may wait for this one.
+        """Context in which other processes may wait for this one: the agreement on a step, and from there to its end.
 
         Executors and `_finish` report failures within a step, after which the next one works. Any other exception is
         published at once and ends the pipeline, as the progress of the other processes is unknown.
@@ -330,6 +332,8 @@ class Steps:
         """End this pipeline with a fatal failure, and raise it."""
         note = "" if self.control.size == 1 else self.watchdog.last_report()
         self._break(failure)
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause  # such as the SystemExit of a signal's handler, which ends the process
         raise failure.error(note=note) from cause
 
     def _break(self, failure: Failure) -> None:
@@ -461,7 +465,8 @@ class Steps:
     def _agree(self, message: Reply, error: BaseException | None, refusal: str) -> list[Reply]:
         """Exchange the messages at the start; a rank that cannot start is an error on every rank."""
         failure = None if error is None else Failure(self.control.rank, cause_text(error))
-        replies, refused = exchange_or_refuse(functools.partial(self.control.exchange, "start"), message, failure)
+        with self._published():
+            replies, refused = exchange_or_refuse(functools.partial(self.control.exchange, "start"), message, failure)
         if error is not None:
             raise error
         calls = [reply["call"] for reply in replies]

@@ -202,6 +202,9 @@ class ProcessGroupEndpoint(Endpoint):
             return getattr(group, verb)([tensor], self._peer(channel), 0)
         except RuntimeError as error:
             raise self._lost(channel, error) from error
+        except BaseException:  # as in `_wait`
+            self._abandon_all()
+            raise
 
     def _wait(self, works: Sequence[Any], channel: int) -> None:
         try:
@@ -209,9 +212,12 @@ class ProcessGroupEndpoint(Endpoint):
                 self.transport.waits.wait(work, self.timeout.total_seconds())
         except RuntimeError as error:
             raise self._lost(channel, error) from error
-        except KeyboardInterrupt:  # raised again: the second interrupt, after which no message is waited for
-            self.broken |= {channel.peer_of(self.rank) for channel in self.channels if self.rank in channel[:2]}
+        except BaseException:  # raised again: by a signal's handler, after which no message is waited for
+            self._abandon_all()
             raise
+
+    def _abandon_all(self) -> None:
+        self.broken |= {channel.peer_of(self.rank) for channel in self.channels if self.rank in channel[:2]}
 
     def _lost(self, channel: int, error: RuntimeError) -> FailureError:
         peer = self._peer(channel)
