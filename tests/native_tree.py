@@ -31,6 +31,12 @@ SOURCES = {
 }
 
 
+def run_python(folder: Path, environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter in a folder and return what it did, output and errors together."""
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, text=True, **pipes)
+
+
 class NativeTree:
     """A source tree in `root`; `torch=False` hides the torch of this interpreter from everything that is run."""
 
@@ -56,16 +62,7 @@ class NativeTree:
         return path
 
     def python(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run this interpreter in the tree and return what it did, output and errors together."""
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=self.root,
-            env={**self.environment, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        return run_python(self.root, {**self.environment, **environment}, *arguments)
 
     def setup(self, *arguments: str, fails: bool = False, **environment: str) -> str:
         result = self.python("setup.py", *arguments, **environment)

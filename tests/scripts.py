@@ -9,6 +9,7 @@ import functools
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,6 +28,7 @@ from tests.process_state import shared
 # With its first store a process opens a pipe for signals, which it keeps: no test is to be the first.
 dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.preload"])
 
@@ -36,6 +38,18 @@ def start_server() -> None:
     """Have the server run, once; it stays."""
     with shared():
         forkserver.ensure_running()
+
+
+def command(words: list[str], folder: Path, **environment: str) -> str:
+    """What a command prints, which must succeed, in a process of its very own that knows of no others."""
+    environment = _without_ranks() | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def _without_ranks() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 
 @dataclass(frozen=True)
@@ -68,10 +82,9 @@ def attempt(script: Path, *arguments: str, processes: int = 0, folder: Path | No
         # those of torchrun, too, keep the store outside
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if processes else None
         ranks = _environments(store, processes) if store else [{}]
-        common = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         started: list[Any] = []
         for rank in ranks:
-            environment = common | {"OMP_NUM_THREADS": "1"} | rank
+            environment = _without_ranks() | {"OMP_NUM_THREADS": "1"} | rank
             given = (str(script), list(arguments), str(folder or Path.cwd()), environment, logs)
             started.append(SERVER.Process(target=_run, args=given, daemon=True))
             started[-1].start()

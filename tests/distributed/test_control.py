@@ -67,14 +67,14 @@ def test_messages_of_any_size(way: str, group_of: Callable[[int], Ranks]) -> Non
     group_of(4).run(talk, way, [0, 1, 5000, 8189, 8192, 300000, 3, 16383, 16384, 16385, 0])
 
 
-def lose(call: Callable[[], Any]) -> tuple[str, int | None]:
+def lose(call: Callable[[], Any]) -> Failure:
     """The failure behind what is lost."""
     with pytest.raises(FailureError) as lost:
         call()
-    return lost.value.failure.cause, lost.value.failure.rank
+    return lost.value.failure
 
 
-def stay_away(way: str) -> tuple[str, int | None] | None:
+def stay_away(way: str) -> Failure | None:
     with control(way) as own:
         own._gather.timeout = 0.5
         own.begin(lambda failure: None)
@@ -84,11 +84,11 @@ def stay_away(way: str) -> tuple[str, int | None] | None:
 def test_who_does_not_come_is_named(way: str, group_of: Callable[[int], Ranks]) -> None:
     first, _, third = group_of(3).run(stay_away, way)
     words = "rank 1 did not reach the start of step 1 within 0.5 s; call step and eval_step"
-    for cause, rank in (first, third):
-        assert cause.startswith(words) and rank == 1
+    for failure in (first, third):
+        assert failure.cause.startswith(words) and failure.rank == 1
 
 
-def go_elsewhere(way: str) -> tuple[str, int | None]:
+def go_elsewhere(way: str) -> Failure:
     with control(way) as own:
         own._gather.timeout = 1.0
         own.begin(lambda failure: None)
@@ -97,9 +97,9 @@ def go_elsewhere(way: str) -> tuple[str, int | None]:
 
 def test_who_is_elsewhere_is_named(way: str, group_of: Callable[[int], Ranks]) -> None:
     first, second = group_of(2).run(go_elsewhere, way)
-    assert first[0].startswith("rank 1 did not reach the end of step 1") and first[1] == 1
-    assert second[0].startswith("rank 0 did not reach the start of step 1") and second[1] == 0
-    assert way == "store" or "it is at the start of step 1" in first[0]
+    assert first.cause.startswith("rank 1 did not reach the end of step 1") and first.rank == 1
+    assert second.cause.startswith("rank 0 did not reach the start of step 1") and second.rank == 0
+    assert way == "store" or "it is at the start of step 1" in first.cause
 
 
 def report(way: str, bells: bool) -> tuple[list[Failure], float, Failure | None, bool]:
@@ -174,13 +174,10 @@ def die(way: str, hosts: str = "") -> tuple[Failure, list[Failure]]:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         told.wait(PATIENCE)
-        with pytest.raises(FailureError) as lost:
-            own.exchange("end", {})
+        lost = lose(lambda: own.exchange("end", {}))
         own.end()
         own.begin(heard.append)
-        with pytest.raises(FailureError) as again:
-            own.exchange("start", {})
-        return again.value.failure, [lost.value.failure, *heard]
+        return lose(lambda: own.exchange("start", {})), [lost, *heard]
 
 
 def die_while_waited_for(way: str, hosts: str) -> Failure:
@@ -190,9 +187,7 @@ def die_while_waited_for(way: str, hosts: str) -> Failure:
         if dist.get_rank() == 1:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(FailureError) as lost:
-            own.exchange("start", {})
-        return lost.value.failure
+        return lose(lambda: own.exchange("start", {}))
 
 
 # The last two: a neighbour of the dead one tells the others; it has none, and only rank 0 has a connection to it.
@@ -230,9 +225,7 @@ def leave_early(hosts: str) -> tuple[list[Failure], Failure | None]:
         early = list(heard)
         if dist.get_rank() != 1:
             own.begin(heard.append)
-            with pytest.raises(FailureError) as raised:
-                own.exchange("start", {})
-            lost = raised.value.failure
+            lost = lose(lambda: own.exchange("start", {}))
     dist.barrier()
     # until twice the timeout a thread would wait in the store for the one that is gone, and keep its connection
     own._store.set("2/start/1", "{}")

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.patience import PATIENCE
+from tests.scripts import REPOSITORY, command
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCH = REPOSITORY / "examples/launch"
 SRUN = """
 shift  # --kill-on-bad-exit=1
@@ -32,14 +30,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(command: list[str], **environment: str) -> str:
-    keep = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    keep |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run(command, cwd=REPOSITORY, env=keep, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
 def test_slurm_s_file_starts_two_agents_of_torchrun(tmp_path: Path) -> None:
     programs = {
         "srun": SRUN,
@@ -49,8 +39,9 @@ def test_slurm_s_file_starts_two_agents_of_torchrun(tmp_path: Path) -> None:
     for name, script in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
-    shown = run(
+    shown = command(
         ["bash", str(LAUNCH / "slurm.sh")],
+        REPOSITORY,
         PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
         SLURM_JOB_ID="7",
         SLURM_JOB_NUM_NODES="2",
@@ -80,6 +71,7 @@ def test_kubernetes_file_asks_for_the_same_workers_twice() -> None:
 @pytest.mark.nightly
 @pytest.mark.skipif(not find_spec("ray"), reason="ray is not installed: pip install 'ray[train]'")
 def test_ray_s_script_trains_on_this_machine() -> None:
-    shown = run([sys.executable, str(LAUNCH / "ray_train.py")], RAY_TRAIN_V2_ENABLED="1", RAY_DEDUP_LOGS="0")
+    words = [sys.executable, str(LAUNCH / "ray_train.py")]
+    shown = command(words, REPOSITORY, RAY_TRAIN_V2_ENABLED="1", RAY_DEDUP_LOGS="0")
     by_rank = [dict(re.findall(rf"rank {rank}, (step \d): loss (\d\.\d{{6}})", shown)) for rank in "01"]
     assert by_rank[0] == by_rank[1] and len(by_rank[0]) == 3, shown[-3000:]

@@ -3,11 +3,11 @@
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 
 from tests.native.build import ROOT, kept_folder
+from tests.native_tree import run_python
 from tests.patience import PATIENCE
 
 torch = pytest.importorskip("torch")
@@ -88,15 +88,7 @@ class SanitizedTree:
 
     def run(self, environment: dict[str, str], *arguments: str, clean: bool) -> str:
         """Run Python in the folder; return what it printed, and fail if it did not end as expected."""
-        ran = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=self.folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        ran = run_python(self.folder, environment, *arguments)
         assert (ran.returncode == 0) == clean, ran.stdout
         return ran.stdout
 

@@ -195,13 +195,15 @@ class Own(torch.autograd.Function):
         return torch.autograd.grad(output, inputs, grads)
 
 
-class OwnFunction(nn.Module):
-    """Linears around a function of the user's own."""
-
+class TwoLinears(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, WIDTH)
+
+
+class OwnFunction(TwoLinears):
+    """Linears around a function of the user's own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = Own.apply(self.first(x), self.last.weight)
@@ -219,13 +221,8 @@ class Cut(nn.Module):
         return self.linear(x.detach()) + x
 
 
-class Slopes(nn.Module):
+class Slopes(TwoLinears):
     """Asks for gradients within the forward: of an input, and of a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         apart = x.detach().requires_grad_()

@@ -26,7 +26,7 @@ def efficiency() -> Iterator[ModuleType]:
 
 
 def imported(name: str) -> Iterator[ModuleType]:
-    """A script of that folder, which is no package; its neighbours' names are short and are forgotten again."""
+    """A script of that folder, or below; it is no package, and its neighbours' short names are forgotten again."""
     before = set(sys.modules)
     sys.path.insert(0, FOLDER)
     try:

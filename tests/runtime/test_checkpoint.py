@@ -5,7 +5,7 @@ import errno
 import os
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -52,31 +52,33 @@ def pipeline(schedule: str, num_ranks: int | None, layers: list[nn.Module] | Non
     return Pipeline(layers, schedule, COUNT, squared, num_ranks=num_ranks, **options)
 
 
-def train(pipe: Pipeline, optimizer: Optimizer, steps: range) -> list[torch.Tensor]:
+def go_on(step: Callable[[Any], Any], optimizers: Sequence[Any], steps: range) -> list[torch.Tensor]:
     """The losses of some steps of one long training."""
     losses = []
     for batch in CASE.batches(steps.stop, 17)[steps.start :]:
-        optimizer.zero_grad()
-        losses.append(pipe.step(*batch.args, target=batch.target).loss)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses.append(step(batch).loss)
+        for optimizer in optimizers:
+            optimizer.step()
     return losses
+
+
+def train(pipe: Pipeline, optimizer: Optimizer | Sequence[Optimizer], steps: range) -> list[torch.Tensor]:
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    return go_on(lambda batch: pipe.step(*batch.args, target=batch.target), optimizers, steps)
 
 
 def uninterrupted(make: Callable[[Any], Optimizer], steps: range, schedule: str = "1f1b") -> list[torch.Tensor]:
     """The losses of the unsplit model, from the first step."""
     model = Chain(dict(enumerate(CASE.layers(8))))
     optimizer = make(model)
+    return train_unsplit(model, optimizer, range(steps.stop), schedule)[steps.start :]
+
+
+def train_unsplit(model: nn.Module, optimizer: Optimizer, steps: range, schedule: str) -> list[torch.Tensor]:
     order = make_schedule(schedule, num_ranks=2, num_microbatches=COUNT)
-    return go_on(model, optimizer, steps, order)[steps.start :]
-
-
-def go_on(model: nn.Module, optimizer: Optimizer, steps: range, order: Any, start: int = 0) -> list[torch.Tensor]:
-    losses = []
-    for batch in CASE.batches(steps.stop, 17)[start:]:
-        optimizer.zero_grad()
-        losses.append(reference_step(model, (batch.args, batch.target), order, squared).loss)
-        optimizer.step()
-    return losses
+    return go_on(lambda batch: reference_step(model, (batch.args, batch.target), order, squared), [optimizer], steps)
 
 
 def all_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -112,7 +114,6 @@ def fresh() -> list[nn.Module]:
 def test_the_plain_model_loads_and_saves(tmp_path: Path) -> None:
     """No fastpipe on one side: DCP and torch's own functions for the state of an optimizer."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    order = make_schedule("zbv", num_ranks=2, num_microbatches=COUNT)
     expected = uninterrupted(adamw, range(6))
     pipe = pipeline("zbv", 2)
     optimizer = adamw(pipe)
@@ -125,7 +126,7 @@ def test_the_plain_model_loads_and_saves(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path / "a", no_dist=True)
     model.load_state_dict(state["model"])
     set_optimizer_state_dict(model, plain, state["optimizer"], options=options)
-    assert all_same(go_on(model, plain, range(4), order, start=2), expected[2:4])
+    assert all_same(train_unsplit(model, plain, range(2, 4), "zbv"), expected[2:4])
 
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, plain, options=options)}
     dcp.save({**state, "extra": (7,)}, checkpoint_id=tmp_path / "b", no_dist=True)
@@ -267,12 +268,8 @@ def test_several_optimizers_and_what_else_a_script_has(tmp_path: Path) -> None:
 
     def steps(pipe: Pipeline, optimizers: list[Optimizer], scheduler: Any, which: range) -> list[torch.Tensor]:
         losses = []
-        for batch in CASE.batches(which.stop, 17)[which.start :]:
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            losses.append(pipe.step(*batch.args, target=batch.target).loss)
-            for optimizer in optimizers:
-                optimizer.step()
+        for number in which:
+            losses += train(pipe, optimizers, range(number, number + 1))
             scheduler.step()
         return losses
 

@@ -1,8 +1,6 @@
 """What the benchmarks for GPUs are made of, where there is none."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -10,20 +8,13 @@ import torch
 import torch.distributed as dist
 
 import fastpipe
-
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+from tests.runtime.test_benchmarks import FOLDER, imported
 
 
 @pytest.fixture
 def overlap(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """That script, which imports its neighbours by their short names; all are forgotten again."""
-    monkeypatch.syspath_prepend(str(FOLDER.parent))
-    monkeypatch.syspath_prepend(str(FOLDER))
-    before = set(sys.modules)
-    yield __import__("overlap")
-    for found in set(sys.modules) - before:
-        if str(getattr(sys.modules[found], "__file__", "")).startswith(str(FOLDER.parent)):
-            del sys.modules[found]
+    monkeypatch.syspath_prepend(f"{FOLDER}/gpu")
+    yield from imported("overlap")
 
 
 @pytest.fixture

@@ -104,17 +104,15 @@ def test_what_has_memory_keeps_its_values() -> None:
 
 def test_gradients_in_another_dtype(executor: str) -> None:
     whole = whole_model().to(torch.bfloat16)
-    pipe = build(on_meta(lambda: [layer.to(torch.bfloat16) for layer in layers()]), grad_dtype=torch.float32)
-    pipe.to_empty()
-    initialise_stages(pipe)
-    pipe.load_state_dict(whole.state_dict())
-    step(pipe, batch())
-    assert {parameter.grad.dtype for parameter in pipe.parameters() if parameter.grad is not None} == {torch.float32}
-    pipe = build(on_meta(lambda: [layer.to(torch.bfloat16) for layer in layers()]), grad_dtype=torch.float32)
-    pipe.load_state_dict(whole.state_dict(), assign=True)
-    initialise_stages(pipe.to_empty())
-    step(pipe, batch())
-    assert {parameter.grad.dtype for parameter in pipe.parameters() if parameter.grad is not None} == {torch.float32}
+    for assign in (False, True):
+        pipe = build(on_meta(lambda: [layer.to(torch.bfloat16) for layer in layers()]), grad_dtype=torch.float32)
+        if assign:
+            pipe.load_state_dict(whole.state_dict(), assign=True)
+        initialise_stages(pipe.to_empty())
+        if not assign:
+            pipe.load_state_dict(whole.state_dict())
+        step(pipe, batch())
+        assert {p.grad.dtype for p in pipe.parameters() if p.grad is not None} == {torch.float32}
 
 
 def test_costs_need_no_memory() -> None:
@@ -240,15 +238,16 @@ def test_stages_from_a_function_and_from_a_dict() -> None:
 
 def test_replanned_before_and_after() -> None:
     pipe = build(None, "zbv")
-    other = fastpipe.make_schedule("dualpipev", num_ranks=2, num_microbatches=COUNT)
-    pipe.replan(other)
+    first, second = (
+        fastpipe.make_schedule(name, num_ranks=2, num_microbatches=COUNT) for name in ("dualpipev", "interleaved_1f1b")
+    )
+    pipe.replan(first)
     pipe.to_empty()
     with pytest.raises(ValueError, match="have no values"):
-        pipe.replan(fastpipe.make_schedule("interleaved_1f1b", num_ranks=2, num_microbatches=COUNT))
+        pipe.replan(second)
     initialise_stages(pipe)
-    pipe.replan(fastpipe.make_schedule("interleaved_1f1b", num_ranks=2, num_microbatches=COUNT))
-    whole = whole_model()
-    result, expected = step(pipe, batch()), reference(pipe, whole, batch())
+    pipe.replan(second)
+    result, expected = step(pipe, batch()), reference(pipe, whole_model(), batch())
     assert result.loss is not None and same_bits(result.loss, expected.loss)
 
 

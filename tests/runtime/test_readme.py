@@ -5,16 +5,14 @@ import os
 import re
 import shlex
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests import scripts
-from tests.patience import PATIENCE
+from tests.scripts import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text()
 EXAMPLES_OF = ("guide", "training", "hugging-face", "planning", "guarantees", "integrations")
 """Pages whose Python blocks run alone, in one process. Other tests run those of the other pages."""
@@ -64,15 +62,7 @@ def folder(tmp_path: Path) -> Path:
 
 def run(command: list[str], folder: Path) -> str:
     """The standard output of a command that must succeed."""
-    keep = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment = keep | {
-        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(REPOSITORY),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    return scripts.command(command, folder, PATH=f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
 
 
 def run_block(block: str, folder: Path) -> None:

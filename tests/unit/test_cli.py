@@ -20,19 +20,8 @@ from tests.patience import PATIENCE
 pytestmark = pytest.mark.without_torch
 
 SMALL = ["--ranks", "4", "--microbatches", "8"]
-COMMANDS = (
-    "schedules",
-    "show",
-    "simulate",
-    "compare",
-    "plan",
-    "plot",
-    "html",
-    "trace",
-    "validate",
-    "convert",
-    "doctor",
-)
+PRINTING = ("schedules", "show", "simulate", "compare", "validate", "convert")
+COMMANDS = (*PRINTING, "plan", "plot", "html", "trace", "doctor")
 
 
 def run(capsys: Any, *arguments: str) -> str:
@@ -333,20 +322,8 @@ def test_json_that_is_no_schedule_is_refused(text: str, capsys: Any, tmp_path: P
 
 
 NAMES = ["1f1b", "zbv", "dualpipev", "nope", "all", ""]
-FLAGS = [
-    "--ranks",
-    "--microbatches",
-    "--json",
-    "--option",
-    "--forward",
-    "--comm",
-    "--costs",
-    "--program",
-    "--lanes",
-    "--",
-]
-VALUES = ["4", "8", "0", "-3", "1e9", "inf", "stages_per_rank=2", "=", "pair"]
-PRINTING = ["schedules", "show", "simulate", "compare", "validate", "convert"]
+FLAGS = ["--ranks", "--microbatches", "--json", "--option", "--forward", "--comm", "--costs", "--program", "--lanes"]
+VALUES = ["4", "8", "0", "-3", "1e9", "inf", "stages_per_rank=2", "=", "pair", "--"]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -239,14 +239,8 @@ def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: Any, 
 
 
 def decoded(column: list[str]) -> Any:
-    kinds = {
-        "Uint8Array": "u1",
-        "Uint16Array": "<u2",
-        "Int32Array": "<i4",
-        "Float32Array": "<f4",
-        "Float64Array": "<f8",
-    }
-    return np.frombuffer(base64.b64decode(column[1]), dtype=kinds[column[0]])
+    kind = np.dtype(column[0].removesuffix("Array").lower())
+    return np.frombuffer(base64.b64decode(column[1]), dtype=kind.newbyteorder("<"))
 
 
 @pytest.mark.parametrize("costs", [{}, {"forward": 1 / 3, "comm": 0.1}])
