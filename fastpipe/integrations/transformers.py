@@ -17,11 +17,30 @@ from transformers.trainer_pt_utils import find_batch_size
 
 import fastpipe
 
-FOLDER = "pipeline"  # in a checkpoint of the Trainer
-REFUSED = "fp16 torch_compile deepspeed fsdp label_smoothing_factor auto_find_batch_size use_liger_kernel"
-REFUSED += " parallelism_config bf16_full_eval fp16_full_eval"
+FOLDER = "pipeline"
+"""In a checkpoint of the Trainer, that of fastpipe."""
+REFUSED = (
+    "fp16",
+    "torch_compile",
+    "deepspeed",
+    "fsdp",
+    "label_smoothing_factor",
+    "auto_find_batch_size",
+    "use_liger_kernel",
+    "parallelism_config",
+    "bf16_full_eval",
+    "fp16_full_eval",
+)
 """Arguments of the Trainer that would do something to the model, or to the loss, that a pipeline would not see."""
-REPLACED = "training_step prediction_step _clip_grad_norm _get_grad_norm _load_best_model _wrap_model"
+REPLACED = (
+    "training_step",
+    "prediction_step",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_load_best_model",
+    "_wrap_model",
+)
+"""Methods of the Trainer instead of which these here are called."""
 
 
 class PipelineTrainer(Trainer):
@@ -54,25 +73,37 @@ class PipelineTrainer(Trainer):
         self._local = nn.ModuleList(self.pipe.stage_modules.values())
 
     def _check(self) -> None:
-        refused = {name: getattr(self.args, name, None) for name in REFUSED.split()}
-        optimizer, sampling = (str(getattr(self.args, name)) for name in ("optim", "train_sampling_strategy"))
-        refused["optim"] = any(word in optimizer.lower() for word in ("lomo", "layerwise")) and optimizer
-        refused["train_sampling_strategy"] = "batch_rebalance" in sampling and self.args.world_size > 1 and sampling
+        """Refuse what a pipeline would not follow."""
+        args = self.args
+        refused = {name: getattr(args, name, None) for name in REFUSED}
         refused |= {"model_init": self.model_init, "compute_loss_func": self.compute_loss_func}
-        refused["compute_loss"] = getattr(self.compute_loss, "__func__", True) is not Trainer.compute_loss
-        for name in filter(refused.get, refused):
-            raise ValueError(f"{name} = {refused[name]!r}: leave it out with a pipeline")
-        for name in REPLACED.split():
+        if getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss:
+            refused["compute_loss"] = self.compute_loss
+        if any(kind in str(args.optim).lower() for kind in ("lomo", "layerwise")):  # these step within the backward
+            refused["optim"] = str(args.optim)
+        if "batch_rebalance" in str(args.train_sampling_strategy) and args.world_size > 1:
+            refused["train_sampling_strategy"] = str(args.train_sampling_strategy)
+        for name, value in refused.items():
+            if value:
+                raise ValueError(f"{name} = {value!r}: leave it out with a pipeline")
+        for name in REPLACED:
             if getattr(super(PipelineTrainer, type(self)), name, None) is not getattr(Trainer, name, self):
                 raise ValueError(f"{name} of another Trainer, or release than 5.24, would not be called")
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's; every process has the same batches, and what is gathered of all is its own."""
         super().create_accelerator_and_postprocess()
-        made, data_seed = self.accelerator, self.args.data_seed
-        same = {"device": made.device, "num_processes": 1, "process_index": 0, "put_on_device": True}
-        same |= {"rng_types": made.rng_types, "data_seed": data_seed, "use_seedable_sampler": made.use_seedable_sampler}
-        self.accelerator.prepare_data_loader = lambda loader, *_, **__: prepare_data_loader(loader, **same)
+        same_for_all = functools.partial(
+            prepare_data_loader,
+            device=self.accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            rng_types=self.accelerator.rng_types,
+            use_seedable_sampler=self.accelerator.use_seedable_sampler,
+            data_seed=self.args.data_seed,
+        )
+        self.accelerator.prepare_data_loader = lambda loader, *_, **__: same_for_all(loader)
         self.accelerator.gather = lambda values: values
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
