@@ -216,7 +216,6 @@ def test_integrations_use_what_the_package_exports_and_nothing_imports_them() ->
         found = {module for module, _ in Imports(path).found if module.split(".")[0] == "fastpipe"}
         if name.startswith("integrations"):
             assert found <= {"fastpipe"}, name
-            assert len(path.read_text().splitlines()) < 150, f"{name}: an adapter is thin"
         assert not [module for module in found if module.startswith("fastpipe.integrations")], name
 
 
