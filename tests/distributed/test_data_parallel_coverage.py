@@ -1,5 +1,6 @@
 """Layers that no wrapper knows of, and models that were sharded before or after they were split."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +14,15 @@ import fastpipe
 from fastpipe import Pipeline
 from tests.distributed.meshes import Reference, layers, mesh, mesh_and_replica, squared, step, wrong_gradients
 from tests.distributed.ranks import on_ranks
-from tests.distributed.test_data_parallel_wrappers import refusal
 from tests.runtime.decoders import LAYERS, decoder, padded_batch
 from tests.runtime.test_split import Decoder
 from tests.runtime.test_split import batch as text
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        call()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])

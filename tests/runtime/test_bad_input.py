@@ -39,7 +39,7 @@ def build(**wrong: Any) -> Pipeline:
 
 CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "unknown schedule": ({"schedule": "2f2b"}, "'2f2b'.*use one of gpipe"),
-    "a file": ({"schedule": "mine.csv", "num_microbatches": None}, r"'mine.csv'.*, or Schedule.from_csv\('mine.csv'\)"),
+    "a file": ({"schedule": "mine.csv", "num_microbatches": None}, "'mine.csv'.*, or Schedule.from_csv"),
     "no name": ({"schedule": 7, "num_microbatches": None}, "schedule name: expected a str"),
     "unknown option": ({"schedule_options": {"chunks": 2}}, "chunks = 2.*1f1b has no such option"),
     "options of a made schedule": ({"schedule": SCHEDULE, "schedule_options": {"x": 1}}, "schedule_options = "),
