@@ -93,7 +93,7 @@ def test_models_that_were_wrapped_as_a_whole_are_refused() -> None:
     for model in (decoder("llama"), Decoder(), nn.Sequential(*layers())):
         fully_shard(model, mesh=over)
         told = refusal(lambda model=model: fastpipe.split(model, text()[0]))
-        assert "fully_shard was applied to FSDP" in told and "to every block, to the norm" in told
+        assert "fully_shard was applied to FSDP" in told and "to every block, to the norm" in told, told
     ddp = DistributedDataParallel(Decoder(), process_group=over.get_group())
     told = refusal(lambda: fastpipe.split(ddp, text()[0]))
     assert "model is in DistributedDataParallel" in told and "data_parallel=" in told

@@ -336,8 +336,9 @@ def has_own_forward(model: Any) -> bool:
 
 
 def check_whole_unhooked(model: Any) -> None:
-    """Refuse hooks of a model of which only the layers are called."""
+    """Refuse hooks of a model of which only the layers are called; those of a wrapper by what `check_forward` says."""
     if isinstance(model, nn.Module) and torch_private.has_hooks(model):
+        check_forward(model)
         raise ValueError(
             f"model: the {type(model).__name__} has hooks (register_forward_hook, for example), and its stages would "
             "not call them; register them on its layers, for example the first or the last"
