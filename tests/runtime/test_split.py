@@ -1,6 +1,8 @@
 """fastpipe.split of Sequentials, and of modules with a list of blocks: the same model, the same names, or a refusal."""
 
 import copy
+import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -383,6 +385,20 @@ def test_blocks_get_the_buffer_that_is_there(executor: str) -> None:
     for changed in (*pipe.stage_modules.values(), unsplit):
         changed.double()
     assert fastpipe.check_parity(pipe, unsplit, (ids, target.double())).ok
+
+
+def test_what_comes_before_the_blocks_leaves_no_cycle() -> None:
+    """What ends the model's forward there has a traceback, whose frames hold every tensor of that forward."""
+    model = Dictionary()
+    layers = fastpipe.split(model, batch()[0])
+    seen: list[weakref.ref[torch.Tensor]] = []
+    model.tok_embeddings.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    gc.disable()
+    try:
+        layers.chain(range(2))(batch()[0])
+        assert len(seen) == 1 and seen[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("training", [True, False])

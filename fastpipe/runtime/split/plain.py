@@ -255,12 +255,13 @@ class RowStage(WholeNames):
         versions = [version_of(value) for value in (*others, *named.values()) if isinstance(value, torch.Tensor)]
         try:
             model(*args, **kwargs)
-        except _Reached as reached:
-            found = reached
+        except _Reached as reached:  # itself not kept: its traceback has this frame, and holds what the forward made
+            value, found, found_named = reached.call
         else:
             raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
-        same = len(found.args) == len(others) and found.kwargs.keys() == named.keys()
-        if not same or not all(_is_same(a, b) for a, b in found.beside(others, named)):
+        pairs = [*zip(found, others, strict=False), *((a, named.get(name)) for name, a in found_named.items())]
+        same = len(found) == len(others) and found_named.keys() == named.keys()
+        if not same or not all(_is_same(a, b) for a, b in pairs):
             raise ValueError(
                 "split: the model's blocks get other arguments than on the example that it was split with; give these "
                 "in the example, too"
@@ -270,20 +271,15 @@ class RowStage(WholeNames):
                 "split: the model's forward writes to a buffer that it gives to its blocks, and other stages may have "
                 "their own; make that a part of the blocks, or pass the model's layers as a list"
             )
-        return found.value
+        return value
 
 
 class _Reached(BaseException):
-    """Raised when the model's forward reaches the row, with the arguments there."""
+    """Raised when the model's forward reaches the row, with the input and the further arguments there."""
 
-    def __init__(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, *call: Any) -> None:
         super().__init__()
-        self.value, self.args, self.kwargs = value, args, kwargs
-
-    def beside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-        """Pairs of these and other arguments."""
-        yield from zip(self.args, args, strict=True)
-        yield from ((value, kwargs[name]) for name, value in self.kwargs.items())
+        self.call = call
 
 
 class _End(nn.Module):
