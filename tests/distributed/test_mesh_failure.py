@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from fastpipe.testing import Fault
 from tests.conftest import skip_without_native
 from tests.distributed.ranks import on_ranks, ranks
 from tests.distributed.test_mesh import LAYERS, MICROBATCHES, Mlp, batch, layers
+from tests.patience import PATIENCE
 
 FORWARD, BACKWARD, KILL = "forward", "backward", "kill"
 AT_CALL = 6  # the third microbatch of the second step
@@ -127,6 +128,39 @@ def test_a_failure_reaches_the_peer_of_a_pipeline_of_one_rank(way: str, executor
             said = "its process died" if way == KILL else "a wrong number"
             assert "rank 0 of the pipeline at tp=1" in answer["text"] and said in answer["text"]
             assert answer["text"] == answer["again"]
+
+
+@on_ranks(2)
+def test_pipelines_of_one_rank_compare_their_batches() -> None:
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
+    pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=PATIENCE)
+    (x, y), (other, _) = batch(0), batch(1)
+    with pytest.raises(ValueError, match="the input has other values"):
+        pipe.step((x, other)[dist.get_rank()], target=y)
+    assert pipe.step(x, target=y).loss is not None
+
+
+def exits_at_the_start() -> str:
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
+    pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=PATIENCE)
+    x, y = batch(0)
+
+    def exchange(*_: Any) -> NoReturn:
+        raise SystemExit("terminated")  # as a signal's handler does
+
+    if dist.get_rank() == 1:
+        pipe._steps.control.exchange = exchange
+    with pytest.raises((SystemExit, StepError)) as raised:
+        pipe.step(x, target=y)
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+def test_an_exit_at_the_start_reaches_the_peer_of_a_pipeline_of_one_rank() -> None:
+    """Its process lives on, so that nothing but its report ends the wait."""
+    with ranks(2) as group:
+        peer, own = group.run(exits_at_the_start)
+    assert own == "SystemExit: terminated"
+    assert peer.startswith("StepError") and "at tp=1" in peer and "SystemExit: terminated" in peer
 
 
 @on_ranks(2)

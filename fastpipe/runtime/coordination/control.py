@@ -47,6 +47,11 @@ class Control:
     pipeline = ""
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other process takes part in a step, of this pipeline or of another in the mesh."""
+        return self.size == 1 and not self.pipeline
+
+    @property
     def dead(self) -> list[Failure]:
         """The processes that have exited, by rank; from any thread. In a mesh also those of other pipelines."""
         return []

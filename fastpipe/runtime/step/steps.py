@@ -298,7 +298,7 @@ class Steps:
                 raise FailureError(reported) from error
             raise
         except BaseException as error:  # raised again, after it is published
-            if self.control.size > 1:
+            if not self.control.is_alone:
                 failure = replace(failure_of(error, self.ranks.first), is_fatal=True)
                 self.control.publish(failure)
                 self._break(failure)
@@ -369,7 +369,7 @@ class Steps:
             if self.ranks.pairs.way == IN_TURNS:
                 message["random"] = astuple(self.random.usage(request.training, self._flags))
             message |= {"divisors": inputs.divisors, "unknown": inputs.unknown}
-            if self.control.size > 1:
+            if not self.control.is_alone:
                 number = self.control.step
                 compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
                 message["batch"] = batch_digests(request, inputs, compares_all)
@@ -444,7 +444,7 @@ class Steps:
         Raises:
             FailureError: if a process is lost. The work is then abandoned.
         """
-        if self.control.size == 1:
+        if self.control.is_alone:
             return work()
         device = self.device
 
