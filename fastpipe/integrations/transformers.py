@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import convert_to_fp32
 from torch import nn
@@ -38,6 +39,8 @@ REPLACED = (
     "_clip_grad_norm",
     "_get_grad_norm",
     "_load_best_model",
+    "_load_optimizer_and_scheduler",
+    "_save_optimizer_and_scheduler",
     "_wrap_model",
 )
 """Methods of the Trainer instead of which these here are called."""
@@ -66,14 +69,17 @@ class PipelineTrainer(Trainer):
             return layers.loss_fn(output, labels) * scale[0]
 
         self.pipe = fastpipe.Pipeline(layers, loss_fn=loss_fn, loss_reduction=layers.num_tokens, **pipeline)
-        if self.args.n_gpu > 1:  # the Trainer multiplies the batch by it
-            raise ValueError(f"n_gpu = {self.args.n_gpu}: one process uses one GPU; hide the others, or use torchrun")
         if self.args.world_size not in (1, self.pipe.num_ranks):
             raise ValueError(f"{self.args.world_size} processes, {self.pipe.num_ranks} ranks: each must have one")
         self._local = nn.ModuleList(self.pipe.stage_modules.values())
 
     def _check(self) -> None:
         """Refuse what a pipeline would not follow."""
+        for name in REPLACED:
+            if not hasattr(Trainer, name):
+                raise ValueError(f"transformers {transformers.__version__} has no Trainer.{name}: use the tested 5.24")
+            if getattr(super(PipelineTrainer, type(self)), name) is not getattr(Trainer, name):
+                raise ValueError(f"{name} of another Trainer would not be called: derive from one without its own")
         args = self.args
         refused = {name: getattr(args, name, None) for name in REFUSED}
         refused |= {"model_init": self.model_init, "compute_loss_func": self.compute_loss_func}
@@ -81,14 +87,14 @@ class PipelineTrainer(Trainer):
             refused["compute_loss"] = self.compute_loss
         if any(kind in str(args.optim).lower() for kind in ("lomo", "layerwise")):  # these step within the backward
             refused["optim"] = str(args.optim)
-        if "batch_rebalance" in str(args.train_sampling_strategy) and args.world_size > 1:
-            refused["train_sampling_strategy"] = str(args.train_sampling_strategy)
+        sampling = str(getattr(args, "train_sampling_strategy", None))
+        if "batch_rebalance" in sampling and args.world_size > 1:
+            refused["train_sampling_strategy"] = sampling
         for name, value in refused.items():
             if value:
                 raise ValueError(f"{name} = {value!r}: leave it out with a pipeline")
-        for name in REPLACED:
-            if getattr(super(PipelineTrainer, type(self)), name, None) is not getattr(Trainer, name, self):
-                raise ValueError(f"{name} of another Trainer, or release than 5.24, would not be called")
+        if args.n_gpu > 1:  # the Trainer multiplies the batch by it
+            raise ValueError(f"n_gpu = {args.n_gpu}: one process uses one GPU; hide the others, or use torchrun")
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's; every process has the same batches, and what is gathered of all is its own."""
@@ -109,7 +115,10 @@ class PipelineTrainer(Trainer):
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler = super()._get_train_sampler(*args, **kwargs)
         if self.args.world_size > 1 and getattr(sampler, "generator", self) is None:  # stages draw from torch's own
-            sampler.generator = torch.Generator().manual_seed(self.args.data_seed or self.args.seed)
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            sampler.generator = generator = torch.Generator().manual_seed(seed)
+            # the order of an epoch is the same in a run that goes on from a checkpoint
+            sampler.set_epoch = lambda epoch: generator.manual_seed(seed + epoch)
         return sampler
 
     def get_total_train_batch_size(self, args: Any) -> int:

@@ -107,6 +107,35 @@ def test_methods_of_another_trainer_that_would_not_be_called_are_refused(tmp_pat
         trainer(tmp_path, Weighted)
 
 
+def test_a_release_without_a_method_that_is_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(transformers.Trainer, "_load_optimizer_and_scheduler")
+    with pytest.raises(ValueError, match=r"transformers 5\..* has no Trainer._load_optimizer_and_scheduler: use"):
+        trainer(tmp_path)
+
+
+def test_an_older_release_has_no_sampling_strategy(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    del made.args.train_sampling_strategy
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.delattr(transformers.TrainingArguments, "train_sampling_strategy", raising=False)
+        made._check()
+
+
+def test_the_order_of_an_epoch_does_not_depend_on_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several processes draw it from a generator of their own, which no checkpoint has."""
+    made = trainer(tmp_path, train_dataset=rows(10, 0), train_sampling_strategy="group_by_length", data_seed=0)
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    first, second = made._get_train_sampler(), made._get_train_sampler()
+    assert first.generator.initial_seed() == 0
+    orders = []
+    for epoch in range(2):
+        first.set_epoch(epoch)
+        orders.append(list(first))
+    assert orders[0] != orders[1]
+    second.set_epoch(1)
+    assert list(second) == orders[1]
+
+
 def test_several_gpus_of_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
     with pytest.raises(ValueError, match="n_gpu = 2: one process uses one GPU"):
