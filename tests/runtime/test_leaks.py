@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fastpipe import Pipeline, StepError
+from fastpipe.runtime.common import Failure, FailureError
 from fastpipe.testing import Fault
 from tests.patience import PATIENCE
 from tests.runtime.models import CASES, WIDTH, Block, squared
@@ -124,6 +125,29 @@ class Raising(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("on purpose")
+
+
+class Ended(BaseException):
+    """Raised by a signal's handler."""
+
+
+def test_what_a_handler_raises_is_in_no_cycle() -> None:
+    pipe = pipeline([Block() for _ in range(4)])
+
+    def seen() -> weakref.ref[BaseException]:
+        try:
+            try:
+                raise FailureError(Failure(0, "ended")) from Ended()
+            except FailureError as error:
+                pipe._steps.abort(error.failure, error.__cause__)
+        except Ended as ended:
+            return weakref.ref(ended)
+
+    gc.disable()
+    try:
+        assert seen()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("how", ["step", "failed step"])

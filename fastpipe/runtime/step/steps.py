@@ -333,7 +333,11 @@ class Steps:
         note = "" if self.control.size == 1 else self.watchdog.last_report()
         self._break(failure)
         if cause is not None and not isinstance(cause, Exception):
-            raise cause  # such as the SystemExit of a signal's handler, which ends the process
+            try:
+                raise cause  # such as the SystemExit of a signal's handler, which ends the process
+            finally:  # the FailureError that is handled here holds it, and this frame, too
+                cause.__context__ = None
+                del cause
         raise failure.error(note=note) from cause
 
     def _break(self, failure: Failure) -> None:
