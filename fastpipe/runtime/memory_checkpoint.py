@@ -579,13 +579,15 @@ class _PlainReader(pickle.Unpickler):
 
     tensors: Sequence[Tensor]
 
-    def tensor(self, number: int, device: str) -> Tensor:
-        found = self.tensors[number]
+    @staticmethod
+    def tensor(tensors: Sequence[Tensor], number: int, device: str) -> Tensor:
+        found = tensors[number]
         return found.detach().to(device, copy=True).requires_grad_(found.requires_grad)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == (__name__, _PlainReader.tensor.__qualname__):
-            return self.tensor
+            tensors = self.tensors  # not self: a reader holds what it has found, in a cycle, and so the file's memory
+            return lambda number, device: _PlainReader.tensor(tensors, number, device)
         if module == "collections" and name in ("Counter", "OrderedDict"):  # of learning-rate schedulers
             return super().find_class(module, name)
         raise ValueError(f"has a {module}.{name}, which is not read, since that could execute code")

@@ -1,8 +1,10 @@
 """Copies in memory, of one process: complete at every instant, private, and refused by name where they do not work."""
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from enum import IntEnum
@@ -128,6 +130,20 @@ def test_a_tensor_in_two_places_stays_one(tmp_path: Path) -> None:
     first, second = memory.load()
     assert first is second["a"] and torch.equal(first, shared)
     memory.close()
+
+
+def test_what_was_read_is_in_no_cycle() -> None:
+    """One would hold the memory of a whole file."""
+    text, _ = memory_checkpoint._write_plain({"extra": {"": [torch.ones(3)]}})
+    memory = torch.ones(3)
+    seen = weakref.ref(memory)
+    gc.disable()
+    try:
+        assert torch.equal(memory_checkpoint._read_plain(text, [memory])["extra"][""][0], memory)
+        del memory
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_what_is_saved_may_change_its_form(tmp_path: Path) -> None:
