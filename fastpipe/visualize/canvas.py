@@ -56,6 +56,8 @@ def save(drawn: Figure, path: Path, dpi: int) -> Path:
 
 def text_width(text: str, size: float, **style: Any) -> float:
     """Points (1/72 inch) that a line takes, measured."""
+    if not text.strip():  # of which matplotlib makes no path
+        return size
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 

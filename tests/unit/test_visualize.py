@@ -306,6 +306,13 @@ def test_title_and_legend_fit_in_a_narrow_picture(
     assert all(axes.get_window_extent().y1 < lowest for axes in figure.axes)
 
 
+@pytest.mark.without_torch
+@pytest.mark.parametrize("title", ["", " "])
+def test_a_blank_title(title: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert plot(simulated(), tmp_path / "x.png", title=title).exists()
+
+
 @pytest.mark.parametrize(
     ("widths", "size"),
     [
