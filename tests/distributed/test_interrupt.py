@@ -184,16 +184,16 @@ def ended_while_it_waits(phase: str, way: dict[str, str]) -> tuple[str, str, str
     own, case = dist.get_rank(), CASES["plain"]
     before = signal.signal(signal.SIGTERM, end)
     is_late = own == 1 and phase == "step"
-    layers = [AtCall(lambda: time.sleep(3), COUNT if is_late else -1) for _ in range(2)]
+    layers = [AtCall(lambda: time.sleep(5), COUNT if is_late else -1) for _ in range(2)]
     pipe = Pipeline(layers, "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, **way)
     first, second = case.batches(2, rows_for(COUNT))
     pipe.step(*first.args, target=first.target)
-    timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
-    if own == 0:
-        timer.start()
-    elif phase == "start":
-        time.sleep(3)
+    timer = threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM))
+    if own == 1 and phase == "start":
+        time.sleep(5)
     with pytest.raises((Ended, StepError)) as caught:
+        if own == 0:
+            timer.start()
         pipe.step(*second.args, target=second.target)
     with pytest.raises(StepError) as again:
         pipe.step(*second.args, target=second.target)
