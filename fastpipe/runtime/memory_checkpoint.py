@@ -393,7 +393,7 @@ class _Image:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         sections = {name: section for name, section in state.items() if isinstance(section, dict)}
-        found = {(n, k): v for n, section in sections.items() for k, v in section.items() if isinstance(v, Tensor)}
+        found = {(n, k): v for n, section in sections.items() for k, v in section.items() if _has_bytes(v)}
         plain = {n: {k: v for k, v in section.items() if (n, k) not in found} for n, section in sections.items()}
         text, within = _write_plain({**state, **plain})
         self._tensors = dense_all([*(local_part(value) for value in found.values()), *within])
@@ -413,6 +413,11 @@ class _Image:
         packing.write_text(file.memory, self._text)
         header = _HEADER.pack(_MAGIC, int(bit_sum(file.memory[_START:])), self._steps, self._layout)
         file.memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+
+
+def _has_bytes(value: Any) -> bool:
+    """Whether it is a tensor that is its bytes, or a DTensor of such; those of a class of its own may be more."""
+    return isinstance(value, Tensor) and type(local_part(value)) in (Tensor, nn.Parameter)
 
 
 class _File:

@@ -250,6 +250,14 @@ def with_foreign_folder(folder: Path) -> None:
     make(folder)
 
 
+def with_a_state_of_its_own_class(folder: Path) -> None:
+    """As of optimizers whose state has 8 bits, and scales."""
+    _, optimizer, memory = make(folder)
+    (parameter, *_) = optimizer.param_groups[0]["params"]
+    optimizer.state[parameter]["momentum"] = torch.eye(2).as_subclass(Sub)
+    memory.save()
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -269,6 +277,7 @@ def with_foreign_folder(folder: Path) -> None:
         (lambda folder: make(folder)[2].save({"a": [os.system]}), r"^extra has a builtins\.builtin_function_or_method"),
         (lambda folder: make(folder)[2].save(torch.eye(2).to_sparse()), r"^extra has a torch\.Tensor, .*dense tensors"),
         (lambda folder: make(folder)[2].save(torch.eye(2).as_subclass(Sub)), r"^extra has a tests\..*\.Sub, which"),
+        (with_a_state_of_its_own_class, r"^optimizer, '.*\.momentum', has a tests\..*\.Sub, which is not copied"),
         (lambda folder: make(folder)[2].save(Level.LOW), r"^extra has a tests\..*\.Level, which is not copied"),
         (with_foreign_folder, "is not this user's private folder"),
     ],
