@@ -20,11 +20,11 @@ Rules = Rule | Mapping[str | int, Rule]
 REPLICATE = "replicate"
 
 
-def rule_for(rules: Rules, key: str | int, default: Rule = 0) -> Rule:
+def rule_for(rules: Rules, key: str | int) -> Rule:
     """The rule of one argument or output."""
     if isinstance(rules, Mapping):
-        return rules.get(key, default)
-    return default if rules is None else rules
+        return rules.get(key, 0)
+    return 0 if rules is None else rules
 
 
 def has_rule(rules: Rules, key: str | int) -> bool:

@@ -102,11 +102,6 @@ class Programs:
         columns = self.schedule(num_microbatches).columns
         return any((kinds == ActionKind.OVERLAP_F_B).any() for kinds, *_ in columns)
 
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-        return next(iter(self._schedules.values())).num_stages
-
     def program(self, num_microbatches: int, forward_only: bool) -> Program:
         """The program, validated for the transport's lanes."""
         key = (num_microbatches, forward_only, self.parallel)
