@@ -35,7 +35,7 @@ from fastpipe.runtime.common import (
     torch_private,
 )
 from fastpipe.runtime.data_parallel import is_sharded, unwrapped
-from fastpipe.runtime.model.copies import FROZEN, Changes, Exchange, StageCopies, Twins, Versions, added, holders_of
+from fastpipe.runtime.model.copies import FROZEN, Changes, Exchange, StageCopies, Twins, added, holders_of
 
 REPLICATED, SHARDED = "DistributedDataParallel", "fully_shard"
 
@@ -379,13 +379,18 @@ class TiedWeights(StageCopies):
         sees_aliases: whether the stages use their aliases now.
     """
 
+    _written = (
+        "tied: the step wrote to {} (nn.Embedding(max_norm=) does, for example), which several stages share: when each "
+        "of them sees that depends on the schedule, and other processes never do; load the weights again, and change "
+        "them between steps, or cut the model so that one stage has all uses"
+    )
+
     def __init__(self, shared: Sequence[Shared], grad_exchange: GradExchange | None, twins: Twins) -> None:
         self.shared = shared
         self.grad_exchange = grad_exchange
         self.twins = twins
         self.base = StageCopies()
         self.sees_aliases = False
-        self._versions = Versions()
 
     def around(self, make: Callable[[], StageCopies]) -> TiedWeights:
         """Create the inner work while the stages use their aliases, so that it applies to these."""
@@ -447,16 +452,11 @@ class TiedWeights(StageCopies):
         """Set the aliases before a step; they stay until `release`."""
         self._put_in()
         self.base.follow()
-        self._versions.note((w.tie.names[0], p) for w in self.shared for p in (w.parameter, *w.aliases.values()))
+        self._note((w.tie.names[0], p) for w in self.shared for p in (w.parameter, *w.aliases.values()))
 
     def check_unwritten(self) -> None:
         """The tied weights, then the others."""
-        if (name := self._versions.written()) is not None:
-            raise ValueError(
-                f"tied: the step wrote to {name} (nn.Embedding(max_norm=) does, for example), which several stages "
-                "share: when each of them sees that depends on the schedule, and other processes never do; load the "
-                "weights again, and change them between steps, or cut the model so that one stage has all uses"
-            )
+        super().check_unwritten()
         self.base.check_unwritten()
 
     def loaded(self) -> None:
