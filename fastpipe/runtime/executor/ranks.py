@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -211,11 +211,8 @@ class LocalRanks:
 
     def pair_counts(self) -> PairCounts:
         """Number of pairs run each way so far, on all local ranks."""
-        total = PairCounts()
-        for executors in self._executors.values():
-            for counts in (executor.pair_counts() for executor in executors):
-                total += counts
-        return total
+        each = [astuple(executor.pair_counts()) for found in self._executors.values() for executor in found]
+        return PairCounts(*map(sum, zip(*each, strict=True)))
 
     def recording_text(self) -> str:
         """One line about recorded and replayed steps."""

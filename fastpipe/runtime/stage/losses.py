@@ -318,20 +318,6 @@ class AddedLoss(torch.autograd.Function):
         return grads[0], ctx.one
 
 
-def attached(outputs: Tensors, share: torch.Tensor | None, stage: int) -> Tensors:
-    """A stage's outputs, with the added loss attached to one; ValueError if none requires a gradient."""
-    if share is None:
-        return outputs
-    for i, output in enumerate(outputs):
-        if output.requires_grad:
-            entered: torch.Tensor = AddedLoss.apply(output, share)  # type: ignore[no-untyped-call]
-            return *outputs[:i], entered, *outputs[i + 1 :]
-    raise ValueError(
-        f"add_loss: stage {stage} adds a loss that requires a gradient, and no output of the stage requires one, so no "
-        "backward reaches it: add it in a stage whose outputs require gradients, or detach it"
-    )
-
-
 @dataclass
 class StageWork:
     """Inputs and results of a stage in one step, by microbatch.
@@ -393,17 +379,6 @@ class StageLosses:
         self.work = StageWork()
         self.added = AddedLosses()
 
-    @property
-    def calls_loss_fn(self) -> bool:
-        """Whether this stage calls the loss function in this step."""
-        work = self.work
-        return self.is_last and self.loss_fn is not None and work.targets is not None and work.output_grads is None
-
-    @property
-    def has_output_grads(self) -> bool:
-        """Whether the caller gave output gradients instead of a loss."""
-        return self.work.output_grads is not None
-
     def output_grads(self, microbatch: int) -> Tensors | None:
         """The caller's output gradients of one microbatch, scaled."""
         if self.work.output_grads is None:
@@ -412,8 +387,18 @@ class StageLosses:
         return grads if scale is None else tuple(grad * scale for grad in grads)
 
     def attached(self, microbatch: int, outputs: Tensors) -> Tensors:
-        """The outputs, with the added losses attached to one of them."""
-        return attached(outputs, self._scaled_up(self._share_added(microbatch)), self.stage)
+        """The outputs, with the added losses attached to one of them; ValueError if none requires a gradient."""
+        share = self._scaled_up(self._share_added(microbatch))
+        if share is None:
+            return outputs
+        for i, output in enumerate(outputs):
+            if output.requires_grad:
+                entered: torch.Tensor = AddedLoss.apply(output, share)  # type: ignore[no-untyped-call]
+                return *outputs[:i], entered, *outputs[i + 1 :]
+        raise ValueError(
+            f"add_loss: stage {self.stage} adds a loss that requires a gradient, and no output of the stage requires "
+            "one, so no backward reaches it: add it in a stage whose outputs require gradients, or detach it"
+        )
 
     def roots(self, microbatch: int, output: Any) -> Tensors:
         """The roots of the last stage's backward: the loss, or the outputs if their gradients are given.
@@ -444,9 +429,12 @@ class StageLosses:
     def root(self, microbatch: int, output: Any, target: Any) -> torch.Tensor:
         """The backward's root for one microbatch: its share of the batch's loss plus the added losses, scaled."""
         work, divisor = self.work, self._divisor(microbatch)
-        found, metrics = (
-            (returned_loss(output), {}) if self.loss_fn is None else self._call_loss_fn(output, target, divisor)
-        )
+        metrics: dict[str, torch.Tensor]
+        if self.loss_fn is None:
+            found, metrics = returned_loss(output), {}
+        else:
+            carried = loss_arguments(self.carried, divisor)
+            found, metrics = loss_and_metrics(self.loss_fn(loss_arguments(output, divisor), target, **carried))
         loss = checked_loss(found)
         scaled = scale_loss(loss, divisor)
         if torch.is_grad_enabled() and not scaled.requires_grad:
@@ -462,12 +450,6 @@ class StageLosses:
         root = self._scaled_up(scaled if share is None else scaled + share)
         assert root is not None
         return root
-
-    def _call_loss_fn(self, output: Any, target: Any, divisor: float | None) -> tuple[Any, dict[str, torch.Tensor]]:
-        assert self.loss_fn is not None
-        return loss_and_metrics(
-            self.loss_fn(loss_arguments(output, divisor), target, **loss_arguments(self.carried, divisor))
-        )
 
     def _share_added(self, microbatch: int) -> torch.Tensor | None:
         """Store the added losses; returns their share of the batch's loss."""

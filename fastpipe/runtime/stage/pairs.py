@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -258,14 +258,7 @@ class PairCounts:
     @property
     def total(self) -> int:
         """Number of all pairs."""
-        return self.together + self.in_order + self.fused + self.in_turns
-
-    def __iadd__(self, other: PairCounts) -> PairCounts:
-        self.together += other.together
-        self.in_order += other.in_order
-        self.fused += other.fused
-        self.in_turns += other.in_turns
-        return self
+        return sum(astuple(self))
 
 
 @dataclass

@@ -270,9 +270,9 @@ class Stage:
                     f"{METHOD} of stage {self.index} has no place for what earlier layers carry "
                     f"({', '.join(carried)}): return it as further outputs, or leave out the method"
                 )
-            criterion = None
-            if self.losses.calls_loss_fn and self.work.targets is not None:
-                criterion = Criterion(self.index, self.work.targets[microbatch], partial(self.losses.root, microbatch))
+            criterion, work = None, self.work
+            if self.losses.loss_fn is not None and work.targets is not None and work.output_grads is None:
+                criterion = Criterion(self.index, work.targets[microbatch], partial(self.losses.root, microbatch))
             found = fuse(self.index, self.modules[0], list(args), criterion, pair.modules[0], roots, grads)
         output = one_or_all(found)
         if criterion is not None and criterion.loss is not None:
