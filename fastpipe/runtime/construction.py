@@ -116,7 +116,6 @@ class World:
     """Where a pipeline is built.
 
     Attributes:
-        ranks_per_host: the number of ranks that compute on this host.
         error: the first error in the arguments evaluated so far; raised by `agree_on_request`, on all ranks.
     """
 
@@ -317,7 +316,6 @@ def build_stages(
     """Build the local stages, wrap them, and find the weights they share.
 
     Args:
-        request: agreed.
         mesh: of DTensors between stages, if any.
         audits: whether this process may compute any stage for an audit.
 

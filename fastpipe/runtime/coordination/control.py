@@ -106,7 +106,6 @@ class Control:
         Args:
             step: the number of the current or last step.
             is_active: whether the process is within it.
-            text: what it does.
         """
 
     def places(self) -> dict[int, tuple[int, bool, str]]:
@@ -123,8 +122,6 @@ def exchange_or_refuse(
     """Exchange messages before an action of all processes or none.
 
     Args:
-        exchange: sends a message to all and returns theirs.
-        message: for the others.
         failure: what keeps this process from the action, if anything.
 
     Returns:

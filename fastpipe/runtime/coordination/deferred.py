@@ -120,7 +120,6 @@ class DeferredResults:
         """Delete the results that no process will read.
 
         Args:
-            step: the step that ends.
             wanted: `wanted` of each process.
         """
         first = min((number for number in wanted if number is not None), default=step)

@@ -234,9 +234,6 @@ def _ignore(failure: Failure) -> None:
 class Watcher:
     """The watcher thread, and the failures in the store.
 
-    Args:
-        lifeline: the connections to processes of other hosts.
-
     Attributes:
         polls: whether some process cannot wake this one, so that the store is polled.
         published: the steps whose failures this process has published and not yet deleted.
@@ -263,7 +260,6 @@ class Watcher:
         """Start the thread, which reports exits, and failures within steps.
 
         Args:
-            polls: see above.
             own: a connection to the store for this thread, as the others may be blocked.
         """
         self.polls = polls

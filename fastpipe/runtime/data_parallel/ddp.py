@@ -156,7 +156,6 @@ class Average:
             failed: the step failed here: send zeros, which are ignored.
             skips: whether it failed because the pipeline has parameters without a reducer, and whether this wrapper has
                 them.
-            marks: see `DataParallel.marks`.
         """
         self.unwatch()
         early = len(self._futures)

@@ -34,7 +34,6 @@ class Executor(ABC):
     """Runs the program of one rank, step by step.
 
     Args:
-        pairs: how pairs are run; see `fastpipe.runtime.stage.pairs`.
         streams: streams of the stages, by index; empty if all work uses the caller's stream.
 
     Attributes:

@@ -68,8 +68,6 @@ class LocalRanks:
 
     Args:
         publish: called at once with a failure of a local rank; returns the step's first failure.
-        pairs: how pairs of a forward and a backward run.
-        several_streams: whether each stage has its own stream.
         why_not_recorded: why no step is recorded as a CUDA graph.
 
     Attributes:

@@ -75,7 +75,6 @@ def twin(module: nn.Module, made: Made) -> nn.Module:
     """The twin of a module that has parameters.
 
     Args:
-        module: the original.
         made: existing twins in the stage; new ones are added.
     """
     new = {}
@@ -90,11 +89,7 @@ def twin(module: nn.Module, made: Made) -> nn.Module:
 
 
 class Twins:
-    """All twins in the stages of a process.
-
-    Args:
-        stages: their modules.
-    """
+    """All twins in the stages of a process."""
 
     def __init__(self, stages: Iterable[nn.Module]) -> None:
         self._stages = [[(_originals[m], m) for m in stage.modules() if m in _originals] for stage in stages]
@@ -112,10 +107,7 @@ def _follow(original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Mad
     """Update a twin from its original, except for changes by its own forward.
 
     Args:
-        original: a layer.
-        own: its twin.
         seen: the original's attributes at the last call; updated.
-        made: see `twin`.
     """
     follow_attributes(original, own, seen, made)
     _set_entries(parameters_of(own), parameters_of(original))
@@ -239,11 +231,7 @@ class StageCopies:
 
 
 def check_changes(replies: Sequence[Changes]) -> None:
-    """Refuse a tied weight that differs between the ranks that have it.
-
-    Args:
-        replies: of every rank.
-    """
+    """Refuse a tied weight that differs between the ranks that have it."""
     for rank, changes in enumerate(replies):
         for name, (digest, holders) in changes.items():
             for other in holders:

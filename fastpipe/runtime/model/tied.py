@@ -275,7 +275,6 @@ def tied_names(layers: nn.Module | None, declared: Sequence[Sequence[str]] | Non
 
     Args:
         layers: the unsplit model, if this process has it; names that share a Parameter are tied.
-        declared: groups of names.
 
     Raises:
         ValueError: for an invalid group.
@@ -371,7 +370,6 @@ class TiedWeights(StageCopies):
     """The work around a step for tied weights, and inside of it the work for stages that are held twice.
 
     Args:
-        shared: the weights of this process.
         grad_exchange: exchanges gradients with other processes; None if all ranks are here.
         twins: of layers that are in several local stages.
 

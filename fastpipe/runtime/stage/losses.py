@@ -366,7 +366,6 @@ class StageLosses:
     Attributes:
         names: the carried values that the loss function takes.
         carried: those of the running microbatch.
-        work: that of the running step.
         added: collects the losses added in the running forward.
     """
 

@@ -51,8 +51,6 @@ class Criterion:
     """The loss function of one microbatch on the last stage, as the method calls it.
 
     Args:
-        stage: index of the stage, for errors.
-        target: of the microbatch.
         root: ``root(output, target)`` returns the scaled loss, root of the backward.
 
     Attributes:
@@ -176,8 +174,6 @@ def pair_policy(
     """Resolve the argument ``overlap`` of the Pipeline.
 
     Args:
-        overlap: "auto", "always" or "never".
-        num_ranks_here: number of ranks on this host.
         num_cores: number of cores that this process may use.
         dimensions: those of the mesh over which stages run collectives.
     """
@@ -268,9 +264,6 @@ class Pairs:
     Args:
         way: one of `WAYS`.
         num_threads: intra-op threads, in the helper too, as bits depend on their number.
-
-    Attributes:
-        counts: number of pairs per way.
     """
 
     way: str

@@ -165,7 +165,6 @@ class RandomNumbers:
     Attributes:
         step_count: number of training steps; part of the states.
         elsewhere: usage in this kind of step by the processes with which pairs must run alike.
-        guard: guard of this step's backwards.
         guards_forward: whether forwards exclude other actions in this step.
     """
 

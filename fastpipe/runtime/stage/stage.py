@@ -73,13 +73,11 @@ class Stage:
     """One slice of the model.
 
     Args:
-        module: the slice.
         loss_fn: ``loss_fn(output, target)`` on the last stage.
         recompute: what is recomputed in the backward; see `fastpipe.runtime.model.chain`.
         contexts: the user's contexts for F, and for B, I and W.
         fused_weight_grad: whether W adds to gradients in one kernel.
         grad_dtype: dtype of its gradients, if it differs from that of its parameters; None otherwise.
-        mesh: the pipeline's; None without one.
         treespecs: treespecs that it sends and receives, on a device with streams; None elsewhere.
         why_one_tensor: why it may return only one tensor; empty if it may return more.
         wrapped: whether stages with parameters are wrapped for data parallelism.
@@ -89,11 +87,9 @@ class Stage:
         bare: whether it is not wrapped only because it has no parameters.
         accepts: keyword arguments that the module's forward takes; None for any.
         later: those that later stages take; None for any.
-        context: the current action and the user's contexts.
         running: microbatch whose forward has begun and not ended; None if there is none.
         deferred: ``_cdata`` of the parameters whose gradients are computed in W; empty before the first I.
         has_split: whether an I has run, so that `deferred` is valid.
-        peak_held_bytes: peak memory held for W.
         exchanges: whether a forward of an earlier step has called `fastpipe.all_to_all`.
         random: guards random numbers in this step; None if not needed.
         losses: its added losses and, on the last stage, the loss.

@@ -37,7 +37,6 @@ class Norm(NamedTuple):
     """The gradient that a norm belongs to.
 
     Attributes:
-        stage: of the parameter.
         name: of the parameter in the whole model.
         dtype: of the gradient, without ``torch.``.
         rank: whose norm is used.
@@ -274,7 +273,6 @@ def report_nonfinite(
 
     Args:
         local: the gradients of this process; it logs only these.
-        is_error: whether to raise.
         expected: log at INFO instead of WARNING.
 
     Raises:

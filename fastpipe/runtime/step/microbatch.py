@@ -74,7 +74,6 @@ def split(
         value: a tensor or a tree of tensors (split along a dimension; the first microbatches get the extra rows), a
             list (one entry per microbatch), or an iterator (one item per microbatch). A BlockMask of FlexAttention is
             split along its batch; all share one of a single row.
-        num_microbatches: the number of microbatches.
         rule: a dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
         name: in errors.
         position: of an argument without a name; its key in the rules.
@@ -217,10 +216,8 @@ def count_rows(
     """The rows of the first argument that has rows: scalars and arguments shared by all microbatches have none.
 
     Args:
-        targets: by microbatch, if any.
         columns: each positional argument by microbatch.
         named: each keyword argument by microbatch.
-        rules: how they were split.
     """
     places: list[tuple[tuple[int, int], Sequence[Any], str | int]] = [((0, 0), targets or [], "target")]
     places += [((1, i), column, i) for i, column in enumerate(columns)]

@@ -27,8 +27,6 @@ class Programs:
     """Makes and caches the programs of a pipeline.
 
     Args:
-        schedule: a name, or a schedule.
-        options: the options of a named schedule.
         stage_to_rank: the rank of every stage. Default: the schedule's.
         lanes: operations that the transport executes in order.
         recv_lookahead: see `fastpipe.lower`. If the program cannot be proved for the queues, receives are posted one

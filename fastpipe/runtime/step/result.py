@@ -88,7 +88,6 @@ def weights_of(
         reduction: the pipeline's ``loss_reduction``.
         given: the divisors by its function; None without a target.
         rows: of every microbatch, if they can be counted.
-        count: of the microbatches.
     """
     # without a target rows may be unknown; with no rows at all there is no mean
     mean = given or (None if rows is not None and not sum(rows) else loss_divisors("mean", rows, None, count))
@@ -149,7 +148,6 @@ def to_host(values: Values, *, wait: bool = True) -> Columns:
     """Copy values from the device, once for each stage, name, dtype and shape: more microbatches hardly cost more.
 
     Args:
-        values: to copy.
         wait: for the device. Otherwise the copies are complete when the device has done the work queued so far.
     """
     alike: dict[tuple[Any, ...], list[tuple[int, int, torch.Tensor]]] = {}
@@ -339,10 +337,7 @@ class StepResult:
     Args:
         parts: the values of each process.
         outputs: the last stage's outputs by microbatch; None without one.
-        merge_rules: how they are merged.
-        program: that was run.
         spans: when its actions ran, by rank.
-        weights: of the microbatches.
         rules: how metrics are reduced.
     """
 

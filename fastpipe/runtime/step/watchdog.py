@@ -124,7 +124,6 @@ class Watchdog:
 
     Attributes:
         phase: what the current call does now.
-        thread: to be closed.
     """
 
     def __init__(self, control: Control, ranks: LocalRanks, warn_after: float) -> None:

@@ -276,14 +276,10 @@ def profile(
     """Run and measure a few steps on one batch; see `Pipeline.profile`.
 
     Args:
-        steps: of the pipeline.
         call: runs a step, or an `eval_step` if its first argument is false; the second says whether to trace it.
         modules: whose buffers are restored.
         parameters: whose gradients are restored.
-        inputs: of the call.
-        num_steps: the number of traced steps.
         by_layer: meter layers instead of stages.
-        num_microbatches: of a step.
     """
     _check(steps, inputs, num_steps, by_layer)
     with _restored(modules, parameters, steps):
