@@ -91,7 +91,7 @@ class Processes(Control):
             logger.warning("ranks %s cannot connect to rank 0: their exits are detected after the timeout", missed)
         unwatched = [rank for rank, reply in enumerate(replies) if not reply["can_watch"]]
         self.remark = f"pidfd_open is denied on ranks {unwatched}: {_UNWATCHED}" if unwatched else ""
-        polls = not all(self.rank in answer["woken"] for answer in self._others(answers))
+        polls = not all(self.rank in answer["woken"] for rank, answer in enumerate(answers) if rank != self.rank)
         self._watcher.start(polls, self._connect_store())
         why = next((f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]), None)
         if why is None:
@@ -113,9 +113,6 @@ class Processes(Control):
             return []
         offers = self.exchange("lifeline", self._lifeline.offer(self._store) if self.rank == 0 else {})
         return self._lifeline.connect(offers[0], far)
-
-    def _others(self, answers: Sequence[Reply]) -> list[Reply]:
-        return [answer for rank, answer in enumerate(answers) if rank != self.rank]
 
     def lost(self, awaited: Sequence[int] | None = None) -> Failure | None:
         """A published failure, else the exit of an awaited process. Within steps, what the watcher detected."""

@@ -255,11 +255,6 @@ class SharedShards(Shared):
         """Nothing to do: every stage keeps its shard."""
 
 
-def shared_weight(tie: Tie, places: Mapping[int, Places], kind: str) -> Shared:
-    """The weight of stages with a kind of wrapper."""
-    return {REPLICATED: SharedReplicas, SHARDED: SharedShards}.get(kind, Shared)(tie, places)
-
-
 def _no_longer_one(tie: Tie, changed: Container[int]) -> str:
     """The remedy if only some names of a weight have a new Parameter."""
     names = [name for name, (stage, _) in zip(tie.names, tie.members, strict=True) if stage in changed]
@@ -434,7 +429,7 @@ class TiedWeights(StageCopies):
         changes = self.base.prepare()
         for weight in self.shared if self.grad_exchange is not None else ():
             assert self.grad_exchange is not None
-            name, holders = weight.tie.names[0], self.grad_exchange.holders(weight.tie)
+            name, holders = weight.tie.names[0], list(users_of(weight.tie, self.grad_exchange.placement))
             if (digest := weight.replaced()) is not None:
                 changes[name] = digest, holders
             if not weight.parameter.requires_grad:
@@ -530,10 +525,6 @@ class GradExchange:
         self.placement = placement
         self.exchange = exchange
 
-    def holders(self, tie: Tie) -> list[int]:
-        """The ranks that have a weight."""
-        return list(users_of(tie, self.placement))
-
     def gather(
         self, tie: Tie, own: Mapping[int, torch.Tensor | None], like: torch.Tensor
     ) -> dict[int, torch.Tensor | None]:
@@ -582,7 +573,8 @@ def make_tied(
         if len(tie.stages) > 1 and names:
             own = {stage: unwrapped(modules[stage]) for stage in names}
             places = {stage: places_of(own[stage], own[stage].get_parameter(name)) for stage, name in names.items()}
-            shared.append(shared_weight(tie, places, kind_of_tie(tie, modules)))
+            kinds = {REPLICATED: SharedReplicas, SHARDED: SharedShards}
+            shared.append(kinds.get(kind_of_tie(tie, modules), Shared)(tie, places))
     if not shared:
         return make()
     grad_exchange = None if exchange is None else GradExchange(rank, placement, exchange)

@@ -147,7 +147,6 @@ def _checked(stage: int, found: Any, criterion: Criterion | None) -> list[torch.
 IN_ORDER, TOGETHER, MEASURED, IN_TURNS = "in order", "together", "measured", "in turns"
 WAYS = (IN_ORDER, TOGETHER, MEASURED, IN_TURNS)
 """Indices as in the native executor."""
-OVERLAPS = ("auto", "always", "never")
 NUM_VOTES = 8
 """Number of latest rounds that vote; see `PairClock`."""
 PERIODS = (7, 13, 29, 61)
@@ -189,12 +188,6 @@ def pair_policy(
     if num_cores <= num_ranks_here:
         return PairPolicy(IN_ORDER, f"{num_ranks_here} ranks on this host, {num_cores} cores: no core is free")
     return PairPolicy(MEASURED, f"{num_ranks_here} ranks on this host, {num_cores} cores: what is faster is measured")
-
-
-def check_overlap(overlap: str) -> None:
-    """Raise ValueError for an invalid ``overlap``."""
-    if overlap not in OVERLAPS:
-        raise ValueError(f"overlap = {overlap!r}: use 'auto', 'always' or 'never'")
 
 
 class PairClock:

@@ -178,7 +178,10 @@ class Stage:
         before = num_calls()
         try:
             with self._rng(microbatch), self.context.around_forward():
-                outputs = self._recorded(microbatch, inputs)
+                if self.recorder is None:
+                    outputs = self._call(microbatch, inputs)
+                else:
+                    outputs = self.recorder(microbatch, inputs, self._call)
         except OtherHalfError:
             self.running = None
             raise
@@ -194,14 +197,11 @@ class Stage:
             return _NOTHING
         return self.random.forward(self.index, microbatch)
 
-    def _recorded(self, microbatch: int, inputs: Tensors) -> Tensors:
-        if self.recorder is None:
-            return self._call(microbatch, inputs)
-        return self.recorder(microbatch, inputs, self._call)
-
     def _call(self, microbatch: int, inputs: Tensors) -> Tensors:
         args, carried = self.received(microbatch, inputs)
-        kwargs = self._kwargs_of(microbatch, carried)
+        kwargs = {} if self.work.kwargs is None else self.work.kwargs[microbatch]
+        if carried:
+            kwargs = merged_kwargs(kwargs, selected(carried, self.accepts), self.index)
         self.losses.carried = selected(carried, self.losses.names)
         try:
             with AddedLosses() as self.losses.added:
@@ -239,11 +239,6 @@ class Stage:
             return self.work.args[microbatch], {}
         read = treespec_text if self.treespecs is None else partial(self.treespecs.read, microbatch)
         return from_tensors(inputs, read, self.mesh, self._received_tensors)
-
-    def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The keyword arguments of the module: those of the step, and the carried values that it accepts."""
-        given = {} if self.work.kwargs is None else self.work.kwargs[microbatch]
-        return given if not carried else merged_kwargs(given, selected(carried, self.accepts), self.index)
 
     @property
     def takes(self) -> frozenset[str] | None:
@@ -395,14 +390,11 @@ class Stage:
             return self._differentiate(microbatch, grads)
 
     def _differentiate(self, microbatch: int, grads: Tensors) -> Tensors:
-        with contextlib.nullcontext() if self.random is None else self.random.guard.backward():
-            return self._backward(microbatch, grads)
-
-    def _backward(self, microbatch: int, grads: Tensors) -> Tensors:
         record = self._records.pop(microbatch)
         roots = [output for output in record.outputs if output.requires_grad]
-        if roots:
-            torch.autograd.backward(roots, self._root_grads(microbatch, record.outputs, grads))
+        with contextlib.nullcontext() if self.random is None else self.random.guard.backward():
+            if roots:
+                torch.autograd.backward(roots, self._root_grads(microbatch, record.outputs, grads))
         return record.input_grads()
 
     def _root_grads(self, microbatch: int, outputs: Tensors, grads: Tensors) -> Sequence[torch.Tensor] | None:
