@@ -65,6 +65,7 @@ from fastpipe.runtime.common.tensors import (
     specs_match,
     specs_of,
     specs_text,
+    tensor_leaves,
     tensors_in,
 )
 from fastpipe.runtime.common.torch_private import children_of, parameters_of, pytree, version_of

@@ -117,15 +117,16 @@ def handed_over(tensors: Tensors) -> Tensors:
     return tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
 
 
-def tensors_in(value: Any, what: str) -> Tensors:
-    """The tensors of a tree, in its order.
+def tensor_leaves(value: Any) -> Tensors:
+    """The tensors of a tree, in its order."""
+    # pytree is slow
+    leaves = (value,) if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
-    Raises:
-        ValueError: if there are none.
-    """
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    found = tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+def tensors_in(value: Any, what: str) -> Tensors:
+    """`tensor_leaves`; ValueError if there are none."""
+    found = tensor_leaves(value)
     if not found:
         raise ValueError(f"{what} is a {type(value).__name__} without a tensor: give a tensor, or a tree of tensors")
     return found

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastpipe.runtime.common import Tensors, is_dtensor, pytree, tensors_in, torch_private
+from fastpipe.runtime.common import Tensors, is_dtensor, pytree, tensor_leaves, tensors_in, torch_private
 
 
 def outputs_and_grads(output: Any, given: Any) -> tuple[Tensors, Tensors]:
@@ -71,16 +71,12 @@ def _for_each_tensor(output: Any, given: Any) -> list[Any]:
 def _for_each_name(outputs: Mapping[Any, Any], given: Any) -> list[Any]:
     if not isinstance(given, Mapping):
         raise ValueError(f"a {type(given).__name__} for a {type(outputs).__name__}")
-    named = {name: value for name, value in outputs.items() if _has_tensor(value)}
+    named = {name: value for name, value in outputs.items() if tensor_leaves(value)}
     if missing := [name for name in named if name not in given]:
         raise ValueError(f"no {', '.join(map(repr, missing))}")
     if unknown := [name for name in given if name not in outputs]:
         raise ValueError(f"no output has the name {', '.join(map(repr, unknown))}")
     return [own for name, value in named.items() for own in _for_each_tensor(value, given[name])]
-
-
-def _has_tensor(tree: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(tree))
 
 
 def names_of(loss_fn: Callable[..., Any] | None) -> frozenset[str]:

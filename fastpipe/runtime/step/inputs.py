@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import bytes_of, is_block_mask, pytree, tensors_in
+from fastpipe.runtime.common import bytes_of, is_block_mask, pytree, tensor_leaves, tensors_in
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model import accepted_names, missing_argument, positional_names, selected
 from fastpipe.runtime.stage import PER_MICROBATCH, Stage, StageWork
@@ -367,8 +367,7 @@ def _note_whole(
 
 
 def _check_history(value: Any, name: str) -> None:
-    leaves = (value,) if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
-    history = next((leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn), None)
+    history = next((tensor.grad_fn for tensor in tensor_leaves(value) if tensor.grad_fn), None)
     if history is not None:
         raise ValueError(
             f"{name} is the output of {history.name()}, shared by the backwards of all microbatches, and the first "

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from fastpipe.runtime.common import is_block_mask, pytree
+from fastpipe.runtime.common import is_block_mask, pytree, tensor_leaves
 
 Rule = int | str | None | Callable[..., Any]
 """A dimension, ``"replicate"`` (or None), or a function."""
@@ -233,17 +233,11 @@ def rows_of(microbatches: Sequence[Any], rule: Rule) -> list[int] | None:
     dim = rule if _is_whole(rule) else 0
     rows = []
     for microbatch in microbatches:
-        first = _first_tensor(microbatch)
+        first = next(iter(tensor_leaves(microbatch)), None)
         if first is None or not -first.dim() <= dim < first.dim():
             return None
         rows.append(first.shape[dim])
     return rows
-
-
-def _first_tensor(value: Any) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor):
-        return value
-    return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)), None)
 
 
 def merge(outputs: Sequence[Any], rules: Rules) -> Any:
