@@ -386,7 +386,7 @@ class Replicated(DataParallel):
         for wrapper, flags in zip(self.wrappers, self._set, strict=True):
             vars(wrapper).update({name: torch_private.NOT_REDUCING[name] for name in flags})
 
-    def unshard(self, failed: bool) -> None:
+    def unshard(self) -> None:
         """Broadcast the first replica's buffers, as the wrapper's forward does."""
         wrapper: Any
         for wrapper in self.wrappers:

@@ -109,7 +109,7 @@ class Sharded(DataParallel):
         for group, _ in self._flags:
             _set(group, _HELD_BACK)
 
-    def unshard(self, failed: bool) -> None:
+    def unshard(self) -> None:
         """Start to gather the parameters; the forward, or the backward, waits for them."""
         for module in self.modules:
             module.unshard(async_op=True)

@@ -157,7 +157,7 @@ class DataParallel(ABC):
         """
 
     @abstractmethod
-    def unshard(self, failed: bool) -> None:
+    def unshard(self) -> None:
         """Prepare the parameters; called before the stage is used."""
 
     @abstractmethod

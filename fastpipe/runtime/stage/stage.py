@@ -439,7 +439,7 @@ class Stage:
         if self.parallel is None:
             return
         if op == Op.UNSHARD:
-            self.parallel.unshard(failed)
+            self.parallel.unshard()
         elif op == Op.RESHARD:
             self.parallel.reshard()
         elif op == Op.REDUCE_GRAD:
