@@ -53,6 +53,8 @@ class Sharded(DataParallel):
         self._states = torch_private.fsdp_states(modules)
         self._groups = [group for state in self._states for group in torch_private.fsdp_groups(state)]
         """The parameter groups, which are gathered and reduced together."""
+        if not self._groups:
+            raise ValueError(f"stages: stage {stage} has fully_shard and no parameters; leave fully_shard out there")
         meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
         self.device: torch.device = self._groups[0].device
         self.groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
