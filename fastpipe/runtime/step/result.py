@@ -96,14 +96,12 @@ def weights_of(
 
 def loss_divisors(
     reduction: str | Callable[[Any], float], rows: Sequence[int] | None, targets: Sequence[Any] | None, count: int
-) -> list[float] | None:
+) -> list[float]:
     """The divisor of each microbatch's loss, so that the sum is the loss of the whole batch.
 
-    ``"mean"``: all rows divided by its rows; for equal microbatches exactly their number. ``"sum"``: None. A function
-    gives the weight of a target (its number of tokens, for example): the sum of weights divided by its weight.
+    ``"mean"``: all rows divided by its rows; for equal microbatches exactly their number. A function gives the weight
+    of a target (its number of tokens, for example): the sum of weights divided by its weight.
     """
-    if reduction == "sum":
-        return None
     if callable(reduction):
         if targets is None:
             raise ValueError("loss_reduction is a function of the target, and no target was given: pass target=")
