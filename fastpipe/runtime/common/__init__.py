@@ -79,6 +79,7 @@ from fastpipe.runtime.common.waits import (
     aside,
     attended,
     call_in_thread,
+    cloned,
     pauses,
     silent_store,
     waiting,

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 from fastpipe.runtime.common import (
@@ -30,8 +29,8 @@ from fastpipe.runtime.common import (
     STORE_SECONDS,
     CircuitBreaker,
     Failure,
-    attended,
     call_in_thread,
+    cloned,
     first_line,
     logged,
 )
@@ -92,20 +91,15 @@ class Processes(Control):
         unwatched = [rank for rank, reply in enumerate(replies) if not reply["can_watch"]]
         self.remark = f"pidfd_open is denied on ranks {unwatched}: {_UNWATCHED}" if unwatched else ""
         polls = not all(self.rank in answer["woken"] for rank, answer in enumerate(answers) if rank != self.rank)
-        self._watcher.start(polls, self._connect_store())
+        self._watcher.start(polls, cloned(self._store, self._timeout))
         why = next((f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]), None)
         if why is None:
             self._gather = self._shared_gather
         else:
             logger.info("the ranks agree over the store, about a millisecond per step: %s", why)
             # a separate connection: a wait that has timed out leaves a thread blocked on it
-            self._store_gather.waits = self._connect_store()
+            self._store_gather.waits = cloned(self._store, self._timeout)
         return replies
-
-    def _connect_store(self) -> Any:
-        """Open another connection to the store."""
-        # processes that failed earlier have answered: the answers show the error, the same on every rank
-        return attended(self._store.clone, lambda: None, timedelta(seconds=self._timeout))
 
     def _connect_hosts(self, far: Sequence[int]) -> list[int]:
         """Connect rank 0 with the ranks of other hosts."""
