@@ -19,7 +19,7 @@ from fastpipe.machine import Lanes
 from fastpipe.placement import is_whole
 from fastpipe.runtime.common import check_grad_dtype
 from fastpipe.runtime.model import Policy, Stages, check_policy
-from fastpipe.runtime.stage import ContextFactory, Stage, check_overlap
+from fastpipe.runtime.stage import ContextFactory, Stage
 from fastpipe.runtime.step import BatchArguments
 from fastpipe.runtime.transport import (
     CHOICES,
@@ -146,7 +146,8 @@ class ExecutionArguments:
         Raises:
             ValueError: naming the argument.
         """
-        check_overlap(self.overlap)
+        if self.overlap not in ("auto", "always", "never"):
+            raise ValueError(f"overlap = {self.overlap!r}: use 'auto', 'always' or 'never'")
         self.checked_warn_after()
         if self.overlap == "always" and (dimensions := self.other_dimensions()):
             raise ValueError(

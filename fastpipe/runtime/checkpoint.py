@@ -273,8 +273,6 @@ class _Writer(FileSystemWriter):
     """DCP's writer into the folder of a `Save`, which DCP's first rank begins and completes.
 
     Args:
-        path: of the checkpoint.
-        step: the pipeline's step count.
         keep: the number of checkpoints to keep; None for all.
     """
 
@@ -321,7 +319,6 @@ class _Reader(FileSystemReader):
     """DCP's reader, which verifies the checksums of the files before it reads them; each rank verifies a part.
 
     Args:
-        folder: of the checkpoint.
         files: the size and CRC-32 of each file, by name; empty for a checkpoint without a manifest.
         group: the processes that load together.
     """
@@ -462,7 +459,6 @@ def _in_background(write: Callable[[dict[str, Any]], Any], state: dict[str, Any]
         write: returns when the state is written, or raises; it ends soon if a process is lost, as the interpreter
             waits for it when it exits.
         state: copied at once.
-        path: for messages.
     """
     copy = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
     assert isinstance(copy, dict)

@@ -45,7 +45,6 @@ from fastpipe.runtime.data_parallel import (
 from fastpipe.runtime.executor import Executor, LocalRanks, RecordedRanks, executor_class, why_not
 from fastpipe.runtime.model import (
     MEASURED,
-    StageCopies,
     Stages,
     Tie,
     Unfilled,
@@ -116,7 +115,6 @@ class World:
     """Where a pipeline is built.
 
     Attributes:
-        ranks_per_host: the number of ranks that compute on this host.
         error: the first error in the arguments evaluated so far; raised by `agree_on_request`, on all ranks.
     """
 
@@ -199,7 +197,6 @@ class BuildRequest:
         seed: of the random numbers per stage and microbatch; None for torch's own generators.
     """
 
-    num_ranks: int
     programs: Programs
     num_microbatches: int
     costs: list[float] | None
@@ -256,7 +253,6 @@ def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
         unit = MEASURED.get(model.partition, "") if isinstance(model.partition, str) else ""
         seed = torch.initial_seed() if batch.rng == PER_MICROBATCH else None
         request = BuildRequest(
-            num_ranks=num_ranks,
             programs=programs,
             num_microbatches=num_microbatches,
             costs=costs,
@@ -278,7 +274,6 @@ class LocalStages:
     """The stages of this process.
 
     Attributes:
-        copies: by rank and stage, if two ranks of this process hold a stage.
         by_rank: the stages of every local rank, by index.
         cut: the partition as text; empty for stages that the user split.
         layer_counts: the number of layers of every stage; None for stages that the user split.
@@ -288,7 +283,6 @@ class LocalStages:
     """
 
     modules: dict[int, nn.Module]
-    copies: dict[int, dict[int, nn.Module]]
     by_rank: dict[int, dict[int, Stage]]
     ties: list[Tie]
     cut: str
@@ -317,7 +311,6 @@ def build_stages(
     """Build the local stages, wrap them, and find the weights they share.
 
     Args:
-        request: agreed.
         mesh: of DTensors between stages, if any.
         audits: whether this process may compute any stage for an audit.
 
@@ -326,7 +319,7 @@ def build_stages(
     """
     placement = schedule.placement
     layers, tied = from_torch(model.stages, placement.num_stages, model.tied)
-    ranks = list(range(request.num_ranks)) if world.is_single_process else [world.member.rank]
+    ranks = list(range(schedule.num_ranks)) if world.is_single_process else [world.member.rank]
     local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
     cut = cut_text(layers, placement.num_stages, model.partition, request.unit, request.costs)
     counts = layer_counts(layers, placement.num_stages, model.partition)
@@ -353,7 +346,6 @@ def build_stages(
     movable = layers if world.is_single_process and counts is not None else None
     made = LocalStages(
         modules=modules,
-        copies=by_rank,
         by_rank={rank: stages_of(modules_here) for rank, modules_here in by_rank.items()},
         ties=ties,
         cut=cut,
@@ -543,12 +535,11 @@ def make_steps(
     random = RandomNumbers(device, seed=seed, threads=threads, pairs=pairs, runtime=runtime)
     exchange = None if world.is_single_process else transport.exchange
 
-    def stage_copies() -> StageCopies:
-        return make_copies(placement, local.copies, exchange)
-
     if exchange is not None and (local.audited or between_ranks(local.ties, placement)):
         transport.prepare_exchange()
-    copies = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, stage_copies)
+    held = {rank: {i: stage.module for i, stage in stages.items()} for rank, stages in local.by_rank.items()}
+    inner = partial(make_copies, placement, held, exchange)
+    copies = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, inner)
     if not local.on_meta:
         copies.equalise()
     refusal = why_not(device, local.by_rank, transport, copies)

@@ -6,14 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from torch import nn
-
 from fastpipe.program import Op, Program
 from fastpipe.runtime.common import listed
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model import NONE, Tie, state_prefix
 from fastpipe.runtime.native import native_status
-from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, PairCounts, PairPolicy, RngUsage, Stage, describe_random
+from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, PairCounts, PairPolicy, RngUsage, Stage
 from fastpipe.runtime.transport import Transport
 from fastpipe.schedule import Schedule
 
@@ -47,7 +45,9 @@ def describe(
         lines.append("copies      " + copies_text(stages))
     lines += [f"tied        {' = '.join(tie.names)} (stages {tie.stages})" for tie in ties]
     if seed is not None:
-        lines.append("random      " + describe_random(seed))
+        lines.append(
+            f"random      a random state for every stage and microbatch, from seed {seed} and the number of the step"
+        )
     lines += [f"replicas    {text}" for text in replica_texts(stages)]
     lines += [f"recompute   {text}" for text in recompute_texts(stages)]
     if any(stage.held is not None and stage.held.with_gradient for stage in stages):
@@ -98,7 +98,8 @@ def split_text(stages: Sequence[Stage]) -> str:
     """Which parameters wait for W, which do not, and the peak of the memory that waited."""
     if not any(stage.has_split for stage in stages):
         return "split: weights of linears wait for W; the first step determines which"
-    named = [(f"{stage.index}.{name}", stage.waits(p)) for stage in stages for name, p in trained(stage)]
+    parameters = [(stage, *pair) for stage in stages for pair in unwrapped(stage.module).named_parameters()]
+    named = [(f"{stage.index}.{name}", stage.waits(p)) for stage, name, p in parameters if p.requires_grad]
     whole = Counter(re.sub(r"\d+", "*", name) for name, waits in named if not waits)
     kinds = listed((name if count == 1 else f"{name} ({count})" for name, count in whole.items()), most=None)
     fused = [stage for stage in stages if stage.fused_weight_grad and stage.parallel is None]
@@ -108,13 +109,6 @@ def split_text(stages: Sequence[Stage]) -> str:
         f"split: {sum(waits for _, waits in named)} of {len(named)} parameters wait for W{in_place}; whole in I "
         f"(stage.name): {kinds}; peak memory waiting for W (MiB), by stage: {held}"
     )
-
-
-def trained(stage: Stage) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of a stage that require a gradient."""
-    return [
-        (name, parameter) for name, parameter in unwrapped(stage.module).named_parameters() if parameter.requires_grad
-    ]
 
 
 def pairs_text(

@@ -253,7 +253,7 @@ class Pipeline:
             self.transport = connect(arguments, world, made_by)
             undo.append(self.transport.abort)
             self.device, self.loss_fn, self.grad_dtype = world.device, loss_fn, grad_dtype
-            self.num_ranks = request.num_ranks
+            self.num_ranks = request.schedule.num_ranks
             self._arguments, self._world, self._build, self._executor = arguments, world, request, made_by
             self._reduces, self._grad_norms = True, GradNorms()
             self._start(model, local, request.programs, request.num_microbatches)

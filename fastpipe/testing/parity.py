@@ -6,7 +6,6 @@ gradients of processes without the model, go over the control plane, so a failur
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import bytes_of, digest_of, keep_state, pytree, zero_grad_of
+from fastpipe.runtime.common import bytes_of, decoded, digest_of, encoded, keep_state, pytree, zero_grad_of
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.model import NamedParameter, Tie, TiedWeights, whole
 from fastpipe.runtime.pipeline import Pipeline, StepResult
@@ -330,11 +329,13 @@ class _Check:
         """Send the gradients of ranks without the model to the first rank with it."""
         if all(reply["has_model"] for reply in replies):
             return {}
-        own = [[*key, _packed(grad)] for key, grad in self.gradients.items()] if self.model is None else []
+        mine = self.gradients if self.model is None else {}
+        own = [[*key, grad if grad is None else encoded(grad)] for key, grad in mine.items()]
         sent = self.pipe._steps.all_gather("check_parity, gradients sent", lambda: {"gradients": own})
         if self.pipe.rank != next(rank for rank, reply in enumerate(replies) if reply["has_model"]):
             return {}
-        return {(stage, name): _unpacked(grad) for reply in sent for stage, name, grad in reply["gradients"]}
+        listed = (grad for reply in sent for grad in reply["gradients"])
+        return {(stage, name): grad if grad is None else decoded(*grad) for stage, name, grad in listed}
 
     def _compare(
         self, result: StepResult, norms: Sequence[Norm], norm: torch.Tensor, replies: Sequence[Reply]
@@ -479,22 +480,6 @@ def _copied(leaf: Any) -> Any:
     if isinstance(leaf, Iterator):
         raise ValueError("batch has an iterator, which can be read only once: give whole batches or lists")
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _packed(grad: torch.Tensor | None) -> list[Any] | None:
-    """A gradient as JSON, exact to the last bit."""
-    if grad is None:
-        return None
-    data = base64.b64encode(bytes_of(grad).numpy().tobytes()).decode()
-    return [str(grad.dtype).removeprefix("torch."), list(grad.shape), data]
-
-
-def _unpacked(packed: list[Any] | None) -> torch.Tensor | None:
-    if packed is None:
-        return None
-    dtype, shape, data = packed
-    raw = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
-    return raw.view(getattr(torch, dtype)).reshape(shape)
 
 
 @contextlib.contextmanager

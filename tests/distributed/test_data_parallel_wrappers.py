@@ -251,7 +251,11 @@ def test_what_is_not_known_is_refused_by_name() -> None:
     def sparse(module: nn.Module, over: DeviceMesh) -> nn.Module:
         return ddp(nn.ModuleList([module, nn.Embedding(3, 3, sparse=True)]))
 
+    def without_parameters(module: nn.Module, over: DeviceMesh) -> nn.Module:
+        return fully_shard(nn.ReLU(), mesh=over["dp"])
+
     for wrap, text in (
+        (without_parameters, "stage 0 has fully_shard and no parameters"),
         (fsdp1, "stage 0 is wrapped in FullyShardedDataParallel"),
         (both, "stage 0 has DistributedDataParallel and fully_shard in it"),
         (sparse, "of stage 0 has a sparse embedding"),

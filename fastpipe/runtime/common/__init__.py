@@ -51,8 +51,12 @@ from fastpipe.runtime.common.tensors import (
     bit_sums,
     bytes_of,
     copy_of,
+    decoded,
     dense_all,
     digest_of,
+    dtype_name,
+    dtype_of,
+    encoded,
     flat,
     handed_over,
     is_block_mask,
@@ -61,6 +65,7 @@ from fastpipe.runtime.common.tensors import (
     specs_match,
     specs_of,
     specs_text,
+    tensor_leaves,
     tensors_in,
 )
 from fastpipe.runtime.common.torch_private import children_of, parameters_of, pytree, version_of
@@ -74,6 +79,7 @@ from fastpipe.runtime.common.waits import (
     aside,
     attended,
     call_in_thread,
+    cloned,
     pauses,
     silent_store,
     waiting,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastpipe.runtime.common.tensors import bytes_of
+from fastpipe.runtime.common.tensors import bytes_of, dtype_name, dtype_of
 
 _ALIGNMENT = 64
 """Of all memory that torch allocates or maps, in bytes."""
@@ -37,7 +37,7 @@ class PackedTensor(NamedTuple):
     def view(self, block: torch.Tensor) -> torch.Tensor:
         """The tensor, in the block's memory."""
         with torch.no_grad():
-            memory = block[self.offset : self.offset + self.length].view(getattr(torch, self.dtype))
+            memory = block[self.offset : self.offset + self.length].view(dtype_of(self.dtype))
             # detached: autograd refuses changes in place of a view that was made without gradients
             return memory.as_strided(self.size, self.stride).detach().requires_grad_(self.requires_grad)
 
@@ -57,8 +57,7 @@ def lay_out(tensors: Sequence[torch.Tensor], start: int = 0) -> tuple[list[Packe
             num_elements = 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
         length = num_elements * tensor.itemsize
         offset = start + tensor.data_ptr() % _ALIGNMENT
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        places.append(PackedTensor(dtype, size, stride, offset, length, tensor.requires_grad))
+        places.append(PackedTensor(dtype_name(tensor.dtype), size, stride, offset, length, tensor.requires_grad))
         start = -(-(offset + length) // _ALIGNMENT) * _ALIGNMENT
     return places, start
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
 import sys
@@ -29,9 +30,8 @@ class TensorSpec(NamedTuple):
     requires_grad: bool
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
         strides = "" if self._laid_out() == self._contiguous() else f" with strides {self.stride}"
-        return f"{name}{list(self.size)}{strides}{'' if self.requires_grad else ' without gradient'}"
+        return f"{dtype_name(self.dtype)}{list(self.size)}{strides}{'' if self.requires_grad else ' without gradient'}"
 
     def matches(self, other: TensorSpec) -> bool:
         """Whether one fits where the other is expected: strides of dimensions of size 1 do not count."""
@@ -117,15 +117,16 @@ def handed_over(tensors: Tensors) -> Tensors:
     return tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
 
 
-def tensors_in(value: Any, what: str) -> Tensors:
-    """The tensors of a tree, in its order.
+def tensor_leaves(value: Any) -> Tensors:
+    """The tensors of a tree, in its order."""
+    # pytree is slow
+    leaves = (value,) if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
-    Raises:
-        ValueError: if there are none.
-    """
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    found = tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+def tensors_in(value: Any, what: str) -> Tensors:
+    """`tensor_leaves`; ValueError if there are none."""
+    found = tensor_leaves(value)
     if not found:
         raise ValueError(f"{what} is a {type(value).__name__} without a tensor: give a tensor, or a tree of tensors")
     return found
@@ -134,6 +135,30 @@ def tensors_in(value: Any, what: str) -> Tensors:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of the elements in row-major order, on the CPU."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as text, such as "float32"; `dtype_of` is the inverse."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a `dtype_name`."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def encoded(tensor: torch.Tensor) -> list[Any]:
+    """A dense tensor as JSON, exact to the last bit: dtype, shape and bytes."""
+    data = base64.b64encode(bytes_of(tensor).numpy().tobytes()).decode()
+    return [dtype_name(tensor.dtype), list(tensor.shape), data]
+
+
+def decoded(dtype: str, shape: Sequence[int], data: str) -> torch.Tensor:
+    """The tensor of what `encoded` returned."""
+    raw = bytearray(base64.b64decode(data))
+    memory = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return memory.view(dtype_of(dtype)).view(shape)
 
 
 def bit_sums(tensors: Iterable[torch.Tensor | None]) -> list[int | None]:

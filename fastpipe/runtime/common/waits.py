@@ -141,6 +141,11 @@ def attended(
     )
 
 
+def cloned(store: Any, timeout: float) -> Any:
+    """Another connection to a store, in at most ``timeout`` seconds; FailureError if it cannot be reached."""
+    return attended(store.clone, lambda: None, timedelta(seconds=timeout))
+
+
 def silent_store(seconds: float) -> str:
     """The cause of a failure if the store does not answer."""
     return f"the store of the process group did not answer within {seconds:g} s"

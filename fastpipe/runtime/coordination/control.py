@@ -111,7 +111,6 @@ class Control:
         Args:
             step: the number of the current or last step.
             is_active: whether the process is within it.
-            text: what it does.
         """
 
     def places(self) -> dict[int, tuple[int, bool, str]]:
@@ -128,8 +127,6 @@ def exchange_or_refuse(
     """Exchange messages before an action of all processes or none.
 
     Args:
-        exchange: sends a message to all and returns theirs.
-        message: for the others.
         failure: what keeps this process from the action, if anything.
 
     Returns:
@@ -267,7 +264,13 @@ def _check_same_arguments(replies: Sequence[Reply]) -> None:
             if name == "program":  # a digest, of what only the schedule decides
                 name, found = "schedule", f"its actions have another order on each of {list(ranks.values())}"
             raise ValueError(f"{name}: the ranks do not build the same pipeline: {found}; pass the same on every rank")
-    check_seeds([reply["seed"] for reply in replies])
+    seeds = [reply["seed"] for reply in replies]
+    if len(set(seeds)) > 1:
+        listed = ", ".join(f"{'none' if seed is None else seed} on rank {rank}" for rank, seed in enumerate(seeds))
+        raise ValueError(
+            f"rng = 'per_microbatch': the seed, torch.initial_seed(), is {listed}; pass the same rng on every rank, "
+            "and call torch.manual_seed with the same number before"
+        )
 
 
 def _check_mesh(replies: Sequence[Reply], elsewhere: Sequence[Reply]) -> None:
@@ -285,13 +288,3 @@ def _check_mesh(replies: Sequence[Reply], elsewhere: Sequence[Reply]) -> None:
                 f"{what}: the pipelines of the mesh are not the same: {found}; their stages share collectives, so pass "
                 "the same on every rank"
             )
-
-
-def check_seeds(seeds: Sequence[int | None]) -> None:
-    """Refuse different seeds on the ranks; None stands for torch's own generators."""
-    if len(set(seeds)) > 1:
-        listed = ", ".join(f"{'none' if seed is None else seed} on rank {rank}" for rank, seed in enumerate(seeds))
-        raise ValueError(
-            f"rng = 'per_microbatch': the seed, torch.initial_seed(), is {listed}; pass the same rng on every rank, "
-            "and call torch.manual_seed with the same number before"
-        )

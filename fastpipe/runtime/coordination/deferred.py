@@ -16,16 +16,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 from fastpipe.errors import StepError
 from fastpipe.runtime.common import (
     POLL_SECONDS,
     Failure,
-    attended,
     call_in_thread,
     cause_text,
+    cloned,
     first_line,
     pauses,
 )
@@ -92,22 +91,17 @@ class DeferredResults:
     def post(self, step: int, ready: Ready) -> None:
         """Publish this process's result of a step once it is computed."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._work, args=(self._connect(),), name="fastpipe-deferred", daemon=True
-            )
+            own = cloned(self.store, self.timeout)
+            self._thread = threading.Thread(target=self._work, args=(own,), name="fastpipe-deferred", daemon=True)
             self._thread.start()
         self._posted.append(step)
         self._jobs.put((step, ready))
-
-    def _connect(self) -> Any:
-        """Open another connection to the store."""
-        return attended(self.store.clone, lambda: None, timedelta(seconds=self.timeout))
 
     def result(self, step: int, rank: int) -> DeferredResult:
         """The result that another process has announced."""
         if self._reading is None:
             # connect now: once the store is gone, connecting takes minutes
-            self._reading = self._connect()
+            self._reading = cloned(self.store, self.timeout)
         result = DeferredResult(self, step, rank)
         self._given_out.add(result)
         return result
@@ -120,7 +114,6 @@ class DeferredResults:
         """Delete the results that no process will read.
 
         Args:
-            step: the step that ends.
             wanted: `wanted` of each process.
         """
         first = min((number for number in wanted if number is not None), default=step)

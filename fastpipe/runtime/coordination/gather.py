@@ -75,9 +75,6 @@ class Deadline:
 
     This is after the timeout, or soon after a process is suspected to be silent: all others learn of the suspicion and
     answer at once.
-
-    Args:
-        gather: the exchange in which this process waits.
     """
 
     def __init__(self, gather: Gather) -> None:
@@ -86,11 +83,7 @@ class Deadline:
         self._is_last = False
 
     def passed(self, missing: Callable[[], Sequence[int]]) -> Sequence[int]:
-        """The processes to report now.
-
-        Args:
-            missing: returns the processes that have not answered.
-        """
+        """The processes to report now."""
         now, more = time.monotonic(), min(self._gather.timeout / 4, _MORE_SECONDS)
         if self._gather.suspected is not None and not self._is_last:
             self._at, self._is_last = min(self._at, now + more), True

@@ -154,9 +154,6 @@ class LocalPeers:
 class Lifeline:
     """The connections of one process; after `connect`, other threads may use it.
 
-    Args:
-        rank: this process.
-
     Raises:
         ValueError: if FASTPIPE_SILENCE is not a number of seconds.
     """
@@ -192,7 +189,6 @@ class Lifeline:
         """Connect to all at the same time; returns the connected ranks.
 
         Args:
-            offer: the address from rank 0.
             far: the ranks that rank 0 cannot watch.
         """
         with contextlib.suppress(OSError):  # the others see it in the result

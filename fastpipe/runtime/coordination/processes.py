@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 from fastpipe.runtime.common import (
@@ -30,8 +29,8 @@ from fastpipe.runtime.common import (
     STORE_SECONDS,
     CircuitBreaker,
     Failure,
-    attended,
     call_in_thread,
+    cloned,
     first_line,
     logged,
 )
@@ -91,21 +90,16 @@ class Processes(Control):
             logger.warning("ranks %s cannot connect to rank 0: their exits are detected after the timeout", missed)
         unwatched = [rank for rank, reply in enumerate(replies) if not reply["can_watch"]]
         self.remark = f"pidfd_open is denied on ranks {unwatched}: {_UNWATCHED}" if unwatched else ""
-        polls = not all(self.rank in answer["woken"] for answer in self._others(answers))
-        self._watcher.start(polls, self._connect_store())
+        polls = not all(self.rank in answer["woken"] for rank, answer in enumerate(answers) if rank != self.rank)
+        self._watcher.start(polls, cloned(self._store, self._timeout))
         why = next((f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]), None)
         if why is None:
             self._gather = self._shared_gather
         else:
             logger.info("the ranks agree over the store, about a millisecond per step: %s", why)
             # a separate connection: a wait that has timed out leaves a thread blocked on it
-            self._store_gather.waits = self._connect_store()
+            self._store_gather.waits = cloned(self._store, self._timeout)
         return replies
-
-    def _connect_store(self) -> Any:
-        """Open another connection to the store."""
-        # processes that failed earlier have answered: the answers show the error, the same on every rank
-        return attended(self._store.clone, lambda: None, timedelta(seconds=self._timeout))
 
     def _connect_hosts(self, far: Sequence[int]) -> list[int]:
         """Connect rank 0 with the ranks of other hosts."""
@@ -113,9 +107,6 @@ class Processes(Control):
             return []
         offers = self.exchange("lifeline", self._lifeline.offer(self._store) if self.rank == 0 else {})
         return self._lifeline.connect(offers[0], far)
-
-    def _others(self, answers: Sequence[Reply]) -> list[Reply]:
-        return [answer for rank, answer in enumerate(answers) if rank != self.rank]
 
     def lost(self, awaited: Sequence[int] | None = None) -> Failure | None:
         """A published failure, else the exit of an awaited process. Within steps, what the watcher detected."""
@@ -234,9 +225,6 @@ def _ignore(failure: Failure) -> None:
 class Watcher:
     """The watcher thread, and the failures in the store.
 
-    Args:
-        lifeline: the connections to processes of other hosts.
-
     Attributes:
         polls: whether some process cannot wake this one, so that the store is polled.
         published: the steps whose failures this process has published and not yet deleted.
@@ -263,7 +251,6 @@ class Watcher:
         """Start the thread, which reports exits, and failures within steps.
 
         Args:
-            polls: see above.
             own: a connection to the store for this thread, as the others may be blocked.
         """
         self.polls = polls

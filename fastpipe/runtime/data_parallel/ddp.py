@@ -156,7 +156,6 @@ class Average:
             failed: the step failed here: send zeros, which are ignored.
             skips: whether it failed because the pipeline has parameters without a reducer, and whether this wrapper has
                 them.
-            marks: see `DataParallel.marks`.
         """
         self.unwatch()
         early = len(self._futures)
@@ -313,9 +312,15 @@ class Reduced:
 class Replicated(DataParallel):
     """Every replica has the whole stage."""
 
+    whole_gradients = True
+
     def __init__(self, wrappers: Sequence[DistributedDataParallel], stage: int) -> None:
-        self.wrappers = wrappers
+        self.wrapped = self.wrappers = wrappers
         self.stage = stage
+        self.device: torch.device = wrappers[0].device
+        self.groups = list(dict.fromkeys(wrapper.process_group for wrapper in wrappers))
+        self.num_replicas = max(group.size() for group in self.groups)
+        self.description = f"in DistributedDataParallel over {self.num_replicas} replicas"
         self._set: list[dict[str, bool]] = []
         self._reduces = False
         self._begun = False
@@ -327,11 +332,6 @@ class Replicated(DataParallel):
             _check_options(wrapper, stage)
         self._reduced = {wrapper: Reduced(wrapper, stage) for wrapper in wrappers}
         self._starts_early = self._may_start_early()
-
-    @property
-    def wrapped(self) -> Sequence[nn.Module]:
-        """The DistributedDataParallel."""
-        return self.wrappers
 
     def _may_start_early(self) -> bool:
         modules = (module for wrapper in self.wrappers for module in wrapper.module.modules())
@@ -386,7 +386,7 @@ class Replicated(DataParallel):
         for wrapper, flags in zip(self.wrappers, self._set, strict=True):
             vars(wrapper).update({name: torch_private.NOT_REDUCING[name] for name in flags})
 
-    def unshard(self, failed: bool) -> None:
+    def unshard(self) -> None:
         """Broadcast the first replica's buffers, as the wrapper's forward does."""
         wrapper: Any
         for wrapper in self.wrappers:
@@ -464,32 +464,6 @@ class Replicated(DataParallel):
         for wrapper in reduced:
             # as after a normal backward: the next forward broadcasts the buffers
             wrapper.require_forward_param_sync = True
-
-    @property
-    def groups(self) -> Sequence[dist.ProcessGroup]:
-        """The wrappers'."""
-        return list(dict.fromkeys(wrapper.process_group for wrapper in self.wrappers))
-
-    @property
-    def device(self) -> torch.device:
-        """The first wrapper's."""
-        device: torch.device = self.wrappers[0].device
-        return device
-
-    @property
-    def num_replicas(self) -> int:
-        """The size of the wrappers' group."""
-        return max(wrapper.process_group.size() for wrapper in self.wrappers)
-
-    @property
-    def whole_gradients(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def description(self) -> str:
-        """One line."""
-        return f"in DistributedDataParallel over {self.num_replicas} replicas"
 
 
 def _check_options(wrapper: DistributedDataParallel, stage: int) -> None:

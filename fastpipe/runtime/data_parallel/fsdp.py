@@ -45,9 +45,21 @@ class Sharded(DataParallel):
         modules: the modules with `fully_shard`, outer before inner.
     """
 
+    whole_gradients = False
+
     def __init__(self, modules: Sequence[Any], stage: int) -> None:
-        self.modules = modules
+        self.wrapped = self.modules = modules
         self.stage = stage
+        self._states = torch_private.fsdp_states(modules)
+        self._groups = [group for state in self._states for group in torch_private.fsdp_groups(state)]
+        """The parameter groups, which are gathered and reduced together."""
+        if not self._groups:
+            raise ValueError(f"stages: stage {stage} has fully_shard and no parameters; leave fully_shard out there")
+        meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
+        self.device: torch.device = self._groups[0].device
+        self.groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+        self.num_replicas = max(int(mesh.size()) for mesh in meshes)
+        self.description = f"sharded by fully_shard over {self.num_replicas} replicas"
         self._flags: list[tuple[Any, dict[str, Any]]] = []
         self._last: list[tuple[Any, bool]] = []
         self._reduces = False
@@ -57,11 +69,6 @@ class Sharded(DataParallel):
     def _inner(self) -> list[nn.Module]:
         """All sharded modules and their submodules."""
         return list(dict.fromkeys(inner for module in self.modules for inner in walked(module)))
-
-    @property
-    def wrapped(self) -> Sequence[nn.Module]:
-        """The modules with `fully_shard`."""
-        return self.modules
 
     def unreduced(self) -> list[str]:
         """An empty list: `fully_shard` cannot cover parameters later.
@@ -85,21 +92,13 @@ class Sharded(DataParallel):
             )
         return []
 
-    @property
-    def _groups(self) -> list[Any]:
-        """The parameter groups, which are gathered and reduced together."""
-        return [group for state in self._states() for group in torch_private.fsdp_groups(state)]
-
-    def _states(self) -> list[Any]:
-        return torch_private.fsdp_states(self.modules)
-
     def _roots(self) -> list[Any]:
         """The outermost modules, which run the work at the end of a backward."""
-        return torch_private.fsdp_roots(self._states())
+        return torch_private.fsdp_roots(self._states)
 
     def prepare(self) -> None:
         """Find the outermost modules, as the first forward does."""
-        torch_private.find_fsdp_roots(self._states())
+        torch_private.find_fsdp_roots(self._states)
 
     def begin(self, reduces: bool, num_microbatches: int) -> None:
         """Mark no backward as the last one, and reshard only when the schedule says so."""
@@ -112,7 +111,7 @@ class Sharded(DataParallel):
         for group, _ in self._flags:
             _set(group, _HELD_BACK)
 
-    def unshard(self, failed: bool) -> None:
+    def unshard(self) -> None:
         """Start to gather the parameters; the forward, or the backward, waits for them."""
         for module in self.modules:
             module.unshard(async_op=True)
@@ -178,33 +177,6 @@ class Sharded(DataParallel):
             )
         if cause and failure is None:
             raise FailureError(Failure(None, cause))
-
-    @property
-    def groups(self) -> Sequence[dist.ProcessGroup]:
-        """Those of the meshes' dimensions."""
-        meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
-        return [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-
-    @property
-    def device(self) -> torch.device:
-        """The shards'."""
-        device: torch.device = self._groups[0].device
-        return device
-
-    @property
-    def num_replicas(self) -> int:
-        """The size of the mesh."""
-        return max(int(group.mesh_info.mesh.size()) for group in self._groups)
-
-    @property
-    def whole_gradients(self) -> bool:
-        """False: it is a shard."""
-        return False
-
-    @property
-    def description(self) -> str:
-        """One line."""
-        return f"sharded by fully_shard over {self.num_replicas} replicas"
 
     def _of(self, parameter: nn.Parameter) -> Any:
         """FSDP's object of a shard."""

@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -67,10 +67,22 @@ class DataParallel(ABC):
     """The replicas of one stage.
 
     Attributes:
+        wrapped: the wrapped modules of the stage; the wrapper handles all that is in them.
+        groups: over which its collectives run, one for each dimension of the replicas' mesh.
+        num_replicas: the number of processes that share the stage.
+        device: where its gradients are.
+        description: the wrapper, for `Pipeline.describe`.
+        whole_gradients: whether ``.grad`` belongs to a whole parameter, so that it may be summed or compared.
         num_microbatches: of this step.
     """
 
     stage: int
+    wrapped: Sequence[nn.Module]
+    groups: Sequence[dist.ProcessGroup]
+    num_replicas: int
+    device: torch.device
+    description: str
+    whole_gradients: ClassVar[bool]
     num_microbatches = 0
 
     def marks(self) -> list[int]:
@@ -114,11 +126,6 @@ class DataParallel(ABC):
         """
         return False
 
-    @property
-    @abstractmethod
-    def wrapped(self) -> Sequence[nn.Module]:
-        """The wrapped modules of the stage; the wrapper handles all that is in them."""
-
     def check_covers(self, module: nn.Module, stage: int) -> None:
         """Refuse parameters outside of the wrapped modules, which would not be averaged."""
         wrapped = set(self.wrapped)
@@ -150,7 +157,7 @@ class DataParallel(ABC):
         """
 
     @abstractmethod
-    def unshard(self, failed: bool) -> None:
+    def unshard(self) -> None:
         """Prepare the parameters; called before the stage is used."""
 
     @abstractmethod
@@ -193,31 +200,6 @@ class DataParallel(ABC):
             FailureError: if the step failed in another replica and not here. It is fatal if a replica is missing, as
                 running collectives cannot be cancelled.
         """
-
-    @property
-    @abstractmethod
-    def groups(self) -> Sequence[dist.ProcessGroup]:
-        """Over which its collectives run, one for each dimension of the replicas' mesh."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Where its gradients are."""
-
-    @property
-    @abstractmethod
-    def num_replicas(self) -> int:
-        """The number of processes that share the stage."""
-
-    @property
-    @abstractmethod
-    def whole_gradients(self) -> bool:
-        """Whether ``.grad`` belongs to a whole parameter, so that it may be summed or compared."""
-
-    @property
-    @abstractmethod
-    def description(self) -> str:
-        """The wrapper, for `Pipeline.describe`."""
 
     def leaf(self, parameter: nn.Parameter) -> torch.Tensor:
         """The leaf of the autograd graph for a parameter."""

@@ -34,7 +34,6 @@ class Executor(ABC):
     """Runs the program of one rank, step by step.
 
     Args:
-        pairs: how pairs are run; see `fastpipe.runtime.stage.pairs`.
         streams: streams of the stages, by index; empty if all work uses the caller's stream.
 
     Attributes:
@@ -153,8 +152,6 @@ class NativeExecutor(Executor):
 
     def _prepare(self) -> None:
         runtime: Any = native.load()
-        if runtime is None:
-            raise ValueError(f"executor = 'native': {native.native_status()} Use executor='auto' or 'python' instead.")
         columns = np.ascontiguousarray(self.program[self.rank].columns)
         channels = [tuple(map(int, channel)) for channel in self.program.channels]
         places = [(i, stage.is_first, stage.is_last, stage.fused_weight_grad) for i, stage in self.stages.items()]
@@ -249,7 +246,7 @@ def _calls(stage: Stage) -> tuple[Any, ...]:
     parallel = stage.parallel
     return (
         stage.run,
-        stage.losses.output_grads if stage.losses.has_output_grads else None,
+        None if stage.work.output_grads is None else stage.losses.output_grads,
         None if stage.random is None else stage.random.guard,
         None if parallel is None else stage.run_collective,
         parallel.fold if parallel is not None and parallel.folds else None,

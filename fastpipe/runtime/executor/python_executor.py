@@ -141,15 +141,10 @@ class PythonExecutor(Executor):
         if message != NONE:
             self.made[message] = outputs
 
-    def backward(self, stage: Stage, microbatch: int, slot: int, message: int) -> None:
-        """B. ``slot`` is that of the output's gradient."""
-        grads = stage.backward(microbatch, self.slots.get(slot, ()))
-        if message != NONE:
-            self.made[message] = grads
-
-    def backward_input(self, stage: Stage, microbatch: int, slot: int, message: int) -> None:
-        """I."""
-        grads = stage.backward_input(microbatch, self.slots.get(slot, ()))
+    def backward(self, stage: Stage, microbatch: int, slot: int, message: int, *, split: bool = False) -> None:
+        """B, or I with ``split``. ``slot`` is that of the output's gradient."""
+        run = stage.backward_input if split else stage.backward
+        grads = run(microbatch, self.slots.get(slot, ()))
         if message != NONE:
             self.made[message] = grads
 
@@ -251,14 +246,13 @@ class _Resolver:
         if it.op is Op.W:
             return partial(executor.stages[it.stage].backward_weight, it.microbatch)
         if it.op is Op.OVERLAP_F_B:
-            backward = self._backward(executor.backward, it.pair_stage, it.pair_microbatch)
+            backward = self._backward(it.pair_stage, it.pair_microbatch)
             label = f"{_LABEL_PREFIX}{Action(ActionKind.B, it.pair_stage, it.pair_microbatch)}"
             return partial(executor.overlapped, self._forward(it.stage, it.microbatch), backward, label)
         if it.op is Op.F:
             return self._forward(it.stage, it.microbatch)
         if it.op in (Op.B, Op.I):
-            method = executor.backward if it.op is Op.B else executor.backward_input
-            return self._backward(method, it.stage, it.microbatch)
+            return self._backward(it.stage, it.microbatch, split=it.op is Op.I)
         return partial(executor.run_collective, executor.stages[it.stage], it.op)
 
     def _forward(self, stage: int, microbatch: int) -> partial[None]:
@@ -267,10 +261,10 @@ class _Resolver:
         splits = (stage, microbatch) in self.split
         return partial(self.executor.forward, self.executor.stages[stage], microbatch, slot, made, splits)
 
-    def _backward(self, method: Callable[..., None], stage: int, microbatch: int) -> partial[None]:
+    def _backward(self, stage: int, microbatch: int, split: bool = False) -> partial[None]:
         slot = self.slots.get(Message(ChannelKind.GRADIENT, stage, microbatch), NONE)
         made = self._made(ActionKind.B, stage, microbatch)
-        return partial(method, self.executor.stages[stage], microbatch, slot, made)
+        return partial(self.executor.backward, self.executor.stages[stage], microbatch, slot, made, split=split)
 
     def _made(self, kind: ActionKind, stage: int, microbatch: int) -> int:
         """Number of the message that an action makes for another stage; ``NONE`` without one."""

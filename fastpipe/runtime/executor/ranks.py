@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -68,8 +68,6 @@ class LocalRanks:
 
     Args:
         publish: called at once with a failure of a local rank; returns the step's first failure.
-        pairs: how pairs of a forward and a backward run.
-        several_streams: whether each stage has its own stream.
         why_not_recorded: why no step is recorded as a CUDA graph.
 
     Attributes:
@@ -211,11 +209,8 @@ class LocalRanks:
 
     def pair_counts(self) -> PairCounts:
         """Number of pairs run each way so far, on all local ranks."""
-        total = PairCounts()
-        for executors in self._executors.values():
-            for counts in (executor.pair_counts() for executor in executors):
-                total += counts
-        return total
+        each = [astuple(executor.pair_counts()) for found in self._executors.values() for executor in found]
+        return PairCounts(*map(sum, zip(*each, strict=True)))
 
     def recording_text(self) -> str:
         """One line about recorded and replayed steps."""

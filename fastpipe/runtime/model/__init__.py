@@ -17,7 +17,6 @@ from fastpipe.runtime.model.chain import (
     as_arguments,
     as_layers,
     carry,
-    check_forward,
     check_policy,
     check_whole_unhooked,
     has_own_forward,

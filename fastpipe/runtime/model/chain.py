@@ -32,7 +32,6 @@ class Carried:
     """An output with named values for later layers; returned by `carry`.
 
     Attributes:
-        output: input of the next layer.
         values: by name, for every later layer whose forward names them.
     """
 
@@ -95,7 +94,6 @@ def passed_on(
     Args:
         carried: values received by the stage.
         values: values carried by its own layers.
-        stage: its index.
         own: the names that its layers, or its loss, take; None for any.
         later: the names that later stages take; None for any.
 
@@ -131,7 +129,6 @@ def names_later(messages: Sequence[Mapping[str, list[str] | None]], stage: int) 
 
     Args:
         messages: of all processes, the names that each of their stages takes.
-        stage: its index.
     """
     found = [names for message in messages for index, names in message.items() if int(index) > stage]
     return None if None in found else frozenset(name for names in found if names is not None for name in names)
@@ -269,7 +266,6 @@ class Layers(Sequence[nn.Module]):
     """The layers of a model; consecutive ones can be combined into a module.
 
     Args:
-        layers: in order.
         names: of each layer in the unsplit model; default: its index.
     """
 
@@ -405,10 +401,7 @@ def with_recompute(
     """A callable that runs a stage's module with recomputation.
 
     Args:
-        module: of the stage.
         inner: the module in its wrapper, or the same.
-        way: see `fastpipe.runtime.model.chain`.
-        stage: its index.
         wrapper: the wrapper's name, if the stage has replicas.
 
     Raises:
@@ -457,7 +450,6 @@ def missing_argument(module: nn.Module, args: Sequence[Any], names: Iterable[str
 
     Args:
         module: of a stage; of a chain the first layer counts.
-        names: the names of the keyword arguments.
     """
     layer = next(iter(module.children()), module) if isinstance(module, Chain) else module
     parameters = _parameters_of_forward(layer) or ()

@@ -75,7 +75,6 @@ def twin(module: nn.Module, made: Made) -> nn.Module:
     """The twin of a module that has parameters.
 
     Args:
-        module: the original.
         made: existing twins in the stage; new ones are added.
     """
     new = {}
@@ -90,11 +89,7 @@ def twin(module: nn.Module, made: Made) -> nn.Module:
 
 
 class Twins:
-    """All twins in the stages of a process.
-
-    Args:
-        stages: their modules.
-    """
+    """All twins in the stages of a process."""
 
     def __init__(self, stages: Iterable[nn.Module]) -> None:
         self._stages = [[(_originals[m], m) for m in stage.modules() if m in _originals] for stage in stages]
@@ -112,10 +107,7 @@ def _follow(original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Mad
     """Update a twin from its original, except for changes by its own forward.
 
     Args:
-        original: a layer.
-        own: its twin.
         seen: the original's attributes at the last call; updated.
-        made: see `twin`.
     """
     follow_attributes(original, own, seen, made)
     _set_entries(parameters_of(own), parameters_of(original))
@@ -184,6 +176,13 @@ FROZEN = "requires_grad of "
 class StageCopies:
     """The work around a step for stages that several places hold; as it stands here, for stages held once: nothing."""
 
+    _noted: Sequence[tuple[str, torch.Tensor, int]] = ()
+    _written = (
+        "stages: the step wrote to the parameter {} (nn.Embedding(max_norm=) does, for example), and the schedule "
+        "holds its stage twice: each copy followed half of the microbatches, and they differ now; load the weights "
+        "again, and change them between steps, or use a schedule that holds every stage once"
+    )
+
     def prepare(self) -> Changes:
         """Apply the user's changes, and return those that other ranks must match; called before the ranks agree on a
         step."""
@@ -209,9 +208,16 @@ class StageCopies:
     def before_step(self) -> None:
         """Save existing gradients, so that the step's own are separate."""
 
+    def _note(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Note the version counters of parameters, at the begin of a step."""
+        self._noted = [(name, parameter, version_of(parameter)) for name, parameter in named]
+
     def check_unwritten(self) -> None:
         """Refuse a step in which a forward has written to a parameter that several places hold: each would follow the
         microbatches that it has seen. Called when the step has run."""
+        for name, parameter, version in self._noted:
+            if version_of(parameter) != version:
+                raise ValueError(self._written.format(name))
 
     def after_step(self, succeeded: bool) -> None:
         """Sum the two halves, and add the saved gradients."""
@@ -224,36 +230,8 @@ class StageCopies:
         """Restore the user's modules after a step, also a failed one."""
 
 
-class Versions:
-    """The version counters of parameters at the begin of a step."""
-
-    def __init__(self) -> None:
-        self._noted: list[tuple[str, torch.Tensor, int]] = []
-
-    def note(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take the counters of these."""
-        self._noted = [(name, parameter, version_of(parameter)) for name, parameter in named]
-
-    def written(self) -> str | None:
-        """The name of the first that something has written to since."""
-        return next((name for name, parameter, version in self._noted if version_of(parameter) != version), None)
-
-
-def _check_unwritten(versions: Versions) -> None:
-    if (name := versions.written()) is not None:
-        raise ValueError(
-            f"stages: the step wrote to the parameter {name} (nn.Embedding(max_norm=) does, for example), and the "
-            "schedule holds its stage twice: each copy followed half of the microbatches, and they differ now; load "
-            "the weights again, and change them between steps, or use a schedule that holds every stage once"
-        )
-
-
 def check_changes(replies: Sequence[Changes]) -> None:
-    """Refuse a tied weight that differs between the ranks that have it.
-
-    Args:
-        replies: of every rank.
-    """
+    """Refuse a tied weight that differs between the ranks that have it."""
     for rank, changes in enumerate(replies):
         for name, (digest, holders) in changes.items():
             for other in holders:
@@ -301,7 +279,6 @@ class LocalCopies(StageCopies):
         self._seen = [{k: v for k, v in vars(a).items() if k not in TORCHS_OWN} for a, _ in self.modules]
         self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.kept: list[torch.Tensor | None] = []
-        self._versions = Versions()
 
     def prepare(self) -> Changes:
         """Refuse changes that the copies cannot follow."""
@@ -343,11 +320,7 @@ class LocalCopies(StageCopies):
                 second.copy_(first)
                 second.requires_grad_(first.requires_grad)
                 torch_private.share_hooks(second, first)
-        self._versions.note((name, p) for pair in self._stages for held in pair for name, p in held.named_parameters())
-
-    def check_unwritten(self) -> None:
-        """Either copy."""
-        _check_unwritten(self._versions)
+        self._note((name, p) for pair in self._stages for held in pair for name, p in held.named_parameters())
 
     def before_step(self) -> None:
         """Save the gradients."""
@@ -389,7 +362,6 @@ class RemoteCopies(StageCopies):
         self.stages = [(modules[s], holders[s]) for s in sorted(modules)]
         self.exchange = exchange
         self.kept: list[list[torch.Tensor | None]] = []
-        self._versions = Versions()
 
     def equalise(self, *, initialised: bool = False) -> None:
         """Copy the first holder's parameters to the second."""
@@ -416,11 +388,7 @@ class RemoteCopies(StageCopies):
 
     def follow(self) -> None:
         """Nothing to update: both optimizers applied the same step to the same numbers."""
-        self._versions.note(named for module, _ in self.stages for named in module.named_parameters())
-
-    def check_unwritten(self) -> None:
-        """The copy of this process."""
-        _check_unwritten(self._versions)
+        self._note(named for module, _ in self.stages for named in module.named_parameters())
 
     def before_step(self) -> None:
         """Save the gradients."""

@@ -21,6 +21,7 @@ from fastpipe.runtime.common import (
     keep_state,
     on_meta,
     pytree,
+    tensor_leaves,
     time_when_idle,
     torch_private,
 )
@@ -189,13 +190,9 @@ def _memory(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any])
 
 
 def _forward_and_backward(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    outputs = [t for t in _tensors(layer(*inputs, **named)) if t.requires_grad]
+    outputs = [t for t in tensor_leaves(layer(*inputs, **named)) if t.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _leaves_of_a_graph(value: Any) -> Any:

@@ -148,7 +148,6 @@ class NamedParameter(NamedTuple):
     Attributes:
         stage: its stage; of a tied weight the first stage of the model that uses it.
         name: in the unsplit model; of a tied weight the first one.
-        parameter: the parameter.
         is_echo: whether another process also has it, in that first stage.
     """
 
@@ -164,7 +163,6 @@ def named_parameters(
     """Every parameter of the local stages once, in the unsplit model's order; of tied shards the first.
 
     Args:
-        modules: by stage.
         first_names: from further names of tied weights to the weight's first stage and name.
     """
     seen: set[int | str] = set()

@@ -35,7 +35,7 @@ from fastpipe.runtime.common import (
     torch_private,
 )
 from fastpipe.runtime.data_parallel import is_sharded, unwrapped
-from fastpipe.runtime.model.copies import FROZEN, Changes, Exchange, StageCopies, Twins, Versions, added, holders_of
+from fastpipe.runtime.model.copies import FROZEN, Changes, Exchange, StageCopies, Twins, added, holders_of
 
 REPLICATED, SHARDED = "DistributedDataParallel", "fully_shard"
 
@@ -255,11 +255,6 @@ class SharedShards(Shared):
         """Nothing to do: every stage keeps its shard."""
 
 
-def shared_weight(tie: Tie, places: Mapping[int, Places], kind: str) -> Shared:
-    """The weight of stages with a kind of wrapper."""
-    return {REPLICATED: SharedReplicas, SHARDED: SharedShards}.get(kind, Shared)(tie, places)
-
-
 def _no_longer_one(tie: Tie, changed: Container[int]) -> str:
     """The remedy if only some names of a weight have a new Parameter."""
     names = [name for name, (stage, _) in zip(tie.names, tie.members, strict=True) if stage in changed]
@@ -275,7 +270,6 @@ def tied_names(layers: nn.Module | None, declared: Sequence[Sequence[str]] | Non
 
     Args:
         layers: the unsplit model, if this process has it; names that share a Parameter are tied.
-        declared: groups of names.
 
     Raises:
         ValueError: for an invalid group.
@@ -371,7 +365,6 @@ class TiedWeights(StageCopies):
     """The work around a step for tied weights, and inside of it the work for stages that are held twice.
 
     Args:
-        shared: the weights of this process.
         grad_exchange: exchanges gradients with other processes; None if all ranks are here.
         twins: of layers that are in several local stages.
 
@@ -379,13 +372,18 @@ class TiedWeights(StageCopies):
         sees_aliases: whether the stages use their aliases now.
     """
 
+    _written = (
+        "tied: the step wrote to {} (nn.Embedding(max_norm=) does, for example), which several stages share: when each "
+        "of them sees that depends on the schedule, and other processes never do; load the weights again, and change "
+        "them between steps, or cut the model so that one stage has all uses"
+    )
+
     def __init__(self, shared: Sequence[Shared], grad_exchange: GradExchange | None, twins: Twins) -> None:
         self.shared = shared
         self.grad_exchange = grad_exchange
         self.twins = twins
         self.base = StageCopies()
         self.sees_aliases = False
-        self._versions = Versions()
 
     def around(self, make: Callable[[], StageCopies]) -> TiedWeights:
         """Create the inner work while the stages use their aliases, so that it applies to these."""
@@ -431,7 +429,7 @@ class TiedWeights(StageCopies):
         changes = self.base.prepare()
         for weight in self.shared if self.grad_exchange is not None else ():
             assert self.grad_exchange is not None
-            name, holders = weight.tie.names[0], self.grad_exchange.holders(weight.tie)
+            name, holders = weight.tie.names[0], list(users_of(weight.tie, self.grad_exchange.placement))
             if (digest := weight.replaced()) is not None:
                 changes[name] = digest, holders
             if not weight.parameter.requires_grad:
@@ -447,16 +445,11 @@ class TiedWeights(StageCopies):
         """Set the aliases before a step; they stay until `release`."""
         self._put_in()
         self.base.follow()
-        self._versions.note((w.tie.names[0], p) for w in self.shared for p in (w.parameter, *w.aliases.values()))
+        self._note((w.tie.names[0], p) for w in self.shared for p in (w.parameter, *w.aliases.values()))
 
     def check_unwritten(self) -> None:
         """The tied weights, then the others."""
-        if (name := self._versions.written()) is not None:
-            raise ValueError(
-                f"tied: the step wrote to {name} (nn.Embedding(max_norm=) does, for example), which several stages "
-                "share: when each of them sees that depends on the schedule, and other processes never do; load the "
-                "weights again, and change them between steps, or cut the model so that one stage has all uses"
-            )
+        super().check_unwritten()
         self.base.check_unwritten()
 
     def loaded(self) -> None:
@@ -532,10 +525,6 @@ class GradExchange:
         self.placement = placement
         self.exchange = exchange
 
-    def holders(self, tie: Tie) -> list[int]:
-        """The ranks that have a weight."""
-        return list(users_of(tie, self.placement))
-
     def gather(
         self, tie: Tie, own: Mapping[int, torch.Tensor | None], like: torch.Tensor
     ) -> dict[int, torch.Tensor | None]:
@@ -584,7 +573,8 @@ def make_tied(
         if len(tie.stages) > 1 and names:
             own = {stage: unwrapped(modules[stage]) for stage in names}
             places = {stage: places_of(own[stage], own[stage].get_parameter(name)) for stage, name in names.items()}
-            shared.append(shared_weight(tie, places, kind_of_tie(tie, modules)))
+            kinds = {REPLICATED: SharedReplicas, SHARDED: SharedShards}
+            shared.append(kinds.get(kind_of_tie(tie, modules), Shared)(tie, places))
     if not shared:
         return make()
     grad_exchange = None if exchange is None else GradExchange(rank, placement, exchange)

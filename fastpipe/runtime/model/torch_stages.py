@@ -53,8 +53,6 @@ def from_torch(
     """Convert torch's stages and their ties; anything else is returned unchanged.
 
     Args:
-        stages: as given by the user.
-        num_stages: number of stages of the schedule.
         tied: as declared by the user; weights that several stages of a traced model use are added.
 
     Raises:
@@ -118,8 +116,6 @@ class TracedStage(nn.Module):
 
     Args:
         module: the stage made by torch. Its parameters, buffers and submodules are this module's own.
-        graph: of the stages.
-        index: of the stage.
         whole_names: whether no other stage has the same names.
     """
 

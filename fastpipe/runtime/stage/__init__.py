@@ -30,7 +30,6 @@ from fastpipe.runtime.stage.pairs import (
     PairCounts,
     PairPolicy,
     Pairs,
-    check_overlap,
     pair_policy,
 )
 from fastpipe.runtime.stage.random_numbers import (
@@ -38,7 +37,6 @@ from fastpipe.runtime.stage.random_numbers import (
     Generators,
     RandomNumbers,
     RngUsage,
-    describe_random,
     microbatch_seed,
 )
 from fastpipe.runtime.stage.recorder import Recorder, Sums, compute_again

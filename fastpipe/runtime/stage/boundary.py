@@ -211,11 +211,8 @@ def to_tensors(
     """The tensors of a stage's output and carried values.
 
     Args:
-        value: the output.
         carried: values for later stages, by name.
-        stage: index of the stage.
         make: ``(text, lasting) -> treespec tensor``; ``lasting`` says that the text has no values.
-        mesh: the pipeline's.
         received: those of the stage's forward, where ranks hold tensors for several stages.
 
     Raises:

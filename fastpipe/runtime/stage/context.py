@@ -76,7 +76,6 @@ class ActionContext:
     """The current action of one stage on one rank, and the user's contexts around F and around B, I and W.
 
     Attributes:
-        step: number of the step.
         last: the microbatches of its last F, its last B or I, and its last W.
     """
 

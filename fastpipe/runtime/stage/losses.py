@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastpipe.runtime.common import Tensors, is_dtensor, pytree, tensors_in, torch_private
+from fastpipe.runtime.common import Tensors, is_dtensor, pytree, tensor_leaves, tensors_in, torch_private
 
 
 def outputs_and_grads(output: Any, given: Any) -> tuple[Tensors, Tensors]:
@@ -71,16 +71,12 @@ def _for_each_tensor(output: Any, given: Any) -> list[Any]:
 def _for_each_name(outputs: Mapping[Any, Any], given: Any) -> list[Any]:
     if not isinstance(given, Mapping):
         raise ValueError(f"a {type(given).__name__} for a {type(outputs).__name__}")
-    named = {name: value for name, value in outputs.items() if _has_tensor(value)}
+    named = {name: value for name, value in outputs.items() if tensor_leaves(value)}
     if missing := [name for name in named if name not in given]:
         raise ValueError(f"no {', '.join(map(repr, missing))}")
     if unknown := [name for name in given if name not in outputs]:
         raise ValueError(f"no output has the name {', '.join(map(repr, unknown))}")
     return [own for name, value in named.items() for own in _for_each_tensor(value, given[name])]
-
-
-def _has_tensor(tree: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(tree))
 
 
 def names_of(loss_fn: Callable[..., Any] | None) -> frozenset[str]:
@@ -318,20 +314,6 @@ class AddedLoss(torch.autograd.Function):
         return grads[0], ctx.one
 
 
-def attached(outputs: Tensors, share: torch.Tensor | None, stage: int) -> Tensors:
-    """A stage's outputs, with the added loss attached to one; ValueError if none requires a gradient."""
-    if share is None:
-        return outputs
-    for i, output in enumerate(outputs):
-        if output.requires_grad:
-            entered: torch.Tensor = AddedLoss.apply(output, share)  # type: ignore[no-untyped-call]
-            return *outputs[:i], entered, *outputs[i + 1 :]
-    raise ValueError(
-        f"add_loss: stage {stage} adds a loss that requires a gradient, and no output of the stage requires one, so no "
-        "backward reaches it: add it in a stage whose outputs require gradients, or detach it"
-    )
-
-
 @dataclass
 class StageWork:
     """Inputs and results of a stage in one step, by microbatch.
@@ -380,7 +362,6 @@ class StageLosses:
     Attributes:
         names: the carried values that the loss function takes.
         carried: those of the running microbatch.
-        work: that of the running step.
         added: collects the losses added in the running forward.
     """
 
@@ -393,17 +374,6 @@ class StageLosses:
         self.work = StageWork()
         self.added = AddedLosses()
 
-    @property
-    def calls_loss_fn(self) -> bool:
-        """Whether this stage calls the loss function in this step."""
-        work = self.work
-        return self.is_last and self.loss_fn is not None and work.targets is not None and work.output_grads is None
-
-    @property
-    def has_output_grads(self) -> bool:
-        """Whether the caller gave output gradients instead of a loss."""
-        return self.work.output_grads is not None
-
     def output_grads(self, microbatch: int) -> Tensors | None:
         """The caller's output gradients of one microbatch, scaled."""
         if self.work.output_grads is None:
@@ -412,8 +382,18 @@ class StageLosses:
         return grads if scale is None else tuple(grad * scale for grad in grads)
 
     def attached(self, microbatch: int, outputs: Tensors) -> Tensors:
-        """The outputs, with the added losses attached to one of them."""
-        return attached(outputs, self._scaled_up(self._share_added(microbatch)), self.stage)
+        """The outputs, with the added losses attached to one of them; ValueError if none requires a gradient."""
+        share = self._scaled_up(self._share_added(microbatch))
+        if share is None:
+            return outputs
+        for i, output in enumerate(outputs):
+            if output.requires_grad:
+                entered: torch.Tensor = AddedLoss.apply(output, share)  # type: ignore[no-untyped-call]
+                return *outputs[:i], entered, *outputs[i + 1 :]
+        raise ValueError(
+            f"add_loss: stage {self.stage} adds a loss that requires a gradient, and no output of the stage requires "
+            "one, so no backward reaches it: add it in a stage whose outputs require gradients, or detach it"
+        )
 
     def roots(self, microbatch: int, output: Any) -> Tensors:
         """The roots of the last stage's backward: the loss, or the outputs if their gradients are given.
@@ -444,9 +424,12 @@ class StageLosses:
     def root(self, microbatch: int, output: Any, target: Any) -> torch.Tensor:
         """The backward's root for one microbatch: its share of the batch's loss plus the added losses, scaled."""
         work, divisor = self.work, self._divisor(microbatch)
-        found, metrics = (
-            (returned_loss(output), {}) if self.loss_fn is None else self._call_loss_fn(output, target, divisor)
-        )
+        metrics: dict[str, torch.Tensor]
+        if self.loss_fn is None:
+            found, metrics = returned_loss(output), {}
+        else:
+            carried = loss_arguments(self.carried, divisor)
+            found, metrics = loss_and_metrics(self.loss_fn(loss_arguments(output, divisor), target, **carried))
         loss = checked_loss(found)
         scaled = scale_loss(loss, divisor)
         if torch.is_grad_enabled() and not scaled.requires_grad:
@@ -462,12 +445,6 @@ class StageLosses:
         root = self._scaled_up(scaled if share is None else scaled + share)
         assert root is not None
         return root
-
-    def _call_loss_fn(self, output: Any, target: Any, divisor: float | None) -> tuple[Any, dict[str, torch.Tensor]]:
-        assert self.loss_fn is not None
-        return loss_and_metrics(
-            self.loss_fn(loss_arguments(output, divisor), target, **loss_arguments(self.carried, divisor))
-        )
 
     def _share_added(self, microbatch: int) -> torch.Tensor | None:
         """Store the added losses; returns their share of the batch's loss."""

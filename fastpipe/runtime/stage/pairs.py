@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -51,8 +51,6 @@ class Criterion:
     """The loss function of one microbatch on the last stage, as the method calls it.
 
     Args:
-        stage: index of the stage, for errors.
-        target: of the microbatch.
         root: ``root(output, target)`` returns the scaled loss, root of the backward.
 
     Attributes:
@@ -149,7 +147,6 @@ def _checked(stage: int, found: Any, criterion: Criterion | None) -> list[torch.
 IN_ORDER, TOGETHER, MEASURED, IN_TURNS = "in order", "together", "measured", "in turns"
 WAYS = (IN_ORDER, TOGETHER, MEASURED, IN_TURNS)
 """Indices as in the native executor."""
-OVERLAPS = ("auto", "always", "never")
 NUM_VOTES = 8
 """Number of latest rounds that vote; see `PairClock`."""
 PERIODS = (7, 13, 29, 61)
@@ -176,8 +173,6 @@ def pair_policy(
     """Resolve the argument ``overlap`` of the Pipeline.
 
     Args:
-        overlap: "auto", "always" or "never".
-        num_ranks_here: number of ranks on this host.
         num_cores: number of cores that this process may use.
         dimensions: those of the mesh over which stages run collectives.
     """
@@ -193,12 +188,6 @@ def pair_policy(
     if num_cores <= num_ranks_here:
         return PairPolicy(IN_ORDER, f"{num_ranks_here} ranks on this host, {num_cores} cores: no core is free")
     return PairPolicy(MEASURED, f"{num_ranks_here} ranks on this host, {num_cores} cores: what is faster is measured")
-
-
-def check_overlap(overlap: str) -> None:
-    """Raise ValueError for an invalid ``overlap``."""
-    if overlap not in OVERLAPS:
-        raise ValueError(f"overlap = {overlap!r}: use 'auto', 'always' or 'never'")
 
 
 class PairClock:
@@ -258,14 +247,7 @@ class PairCounts:
     @property
     def total(self) -> int:
         """Number of all pairs."""
-        return self.together + self.in_order + self.fused + self.in_turns
-
-    def __iadd__(self, other: PairCounts) -> PairCounts:
-        self.together += other.together
-        self.in_order += other.in_order
-        self.fused += other.fused
-        self.in_turns += other.in_turns
-        return self
+        return sum(astuple(self))
 
 
 @dataclass
@@ -275,9 +257,6 @@ class Pairs:
     Args:
         way: one of `WAYS`.
         num_threads: intra-op threads, in the helper too, as bits depend on their number.
-
-    Attributes:
-        counts: number of pairs per way.
     """
 
     way: str

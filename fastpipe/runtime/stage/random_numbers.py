@@ -165,7 +165,6 @@ class RandomNumbers:
     Attributes:
         step_count: number of training steps; part of the states.
         elsewhere: usage in this kind of step by the processes with which pairs must run alike.
-        guard: guard of this step's backwards.
         guards_forward: whether forwards exclude other actions in this step.
     """
 
@@ -310,8 +309,3 @@ class RandomNumbers:
     def call_text(self, is_audited: bool) -> str:
         """The part of a step's call that must agree on all ranks, as text."""
         return f" and step_count={self.step_count}" if self.seed is not None or is_audited else ""
-
-
-def describe_random(seed: int) -> str:
-    """One line for `Pipeline.describe`."""
-    return f"a random state for every stage and microbatch, from seed {seed} and the number of the step"

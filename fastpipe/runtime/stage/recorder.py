@@ -69,7 +69,6 @@ class Recorder:
     """Records microbatches of a stage while it computes them.
 
     Args:
-        stage: the stage.
         splits: the microbatches, and of each whether its backward is split.
         generators: whose states a forward starts from; None if only the results are recorded.
 
@@ -200,7 +199,6 @@ def compute_again(
         stage: one of the same layers, which is unchanged afterwards.
         record: of `Recorder.record`.
         last: the microbatches of the stage's last actions; see `last_microbatches`.
-        generators: those of the device.
         device: where the record's tensors are.
     """
     parameters, buffers = (_places(stage.module, owned) for owned in (parameters_of, torch_private.buffers_of))

@@ -73,13 +73,11 @@ class Stage:
     """One slice of the model.
 
     Args:
-        module: the slice.
         loss_fn: ``loss_fn(output, target)`` on the last stage.
         recompute: what is recomputed in the backward; see `fastpipe.runtime.model.chain`.
         contexts: the user's contexts for F, and for B, I and W.
         fused_weight_grad: whether W adds to gradients in one kernel.
         grad_dtype: dtype of its gradients, if it differs from that of its parameters; None otherwise.
-        mesh: the pipeline's; None without one.
         treespecs: treespecs that it sends and receives, on a device with streams; None elsewhere.
         why_one_tensor: why it may return only one tensor; empty if it may return more.
         wrapped: whether stages with parameters are wrapped for data parallelism.
@@ -89,11 +87,9 @@ class Stage:
         bare: whether it is not wrapped only because it has no parameters.
         accepts: keyword arguments that the module's forward takes; None for any.
         later: those that later stages take; None for any.
-        context: the current action and the user's contexts.
         running: microbatch whose forward has begun and not ended; None if there is none.
         deferred: ``_cdata`` of the parameters whose gradients are computed in W; empty before the first I.
         has_split: whether an I has run, so that `deferred` is valid.
-        peak_held_bytes: peak memory held for W.
         exchanges: whether a forward of an earlier step has called `fastpipe.all_to_all`.
         random: guards random numbers in this step; None if not needed.
         losses: its added losses and, on the last stage, the loss.
@@ -182,7 +178,10 @@ class Stage:
         before = num_calls()
         try:
             with self._rng(microbatch), self.context.around_forward():
-                outputs = self._recorded(microbatch, inputs)
+                if self.recorder is None:
+                    outputs = self._call(microbatch, inputs)
+                else:
+                    outputs = self.recorder(microbatch, inputs, self._call)
         except OtherHalfError:
             self.running = None
             raise
@@ -198,14 +197,11 @@ class Stage:
             return _NOTHING
         return self.random.forward(self.index, microbatch)
 
-    def _recorded(self, microbatch: int, inputs: Tensors) -> Tensors:
-        if self.recorder is None:
-            return self._call(microbatch, inputs)
-        return self.recorder(microbatch, inputs, self._call)
-
     def _call(self, microbatch: int, inputs: Tensors) -> Tensors:
         args, carried = self.received(microbatch, inputs)
-        kwargs = self._kwargs_of(microbatch, carried)
+        kwargs = {} if self.work.kwargs is None else self.work.kwargs[microbatch]
+        if carried:
+            kwargs = merged_kwargs(kwargs, selected(carried, self.accepts), self.index)
         self.losses.carried = selected(carried, self.losses.names)
         try:
             with AddedLosses() as self.losses.added:
@@ -244,11 +240,6 @@ class Stage:
         read = treespec_text if self.treespecs is None else partial(self.treespecs.read, microbatch)
         return from_tensors(inputs, read, self.mesh, self._received_tensors)
 
-    def _kwargs_of(self, microbatch: int, carried: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The keyword arguments of the module: those of the step, and the carried values that it accepts."""
-        given = {} if self.work.kwargs is None else self.work.kwargs[microbatch]
-        return given if not carried else merged_kwargs(given, selected(carried, self.accepts), self.index)
-
     @property
     def takes(self) -> frozenset[str] | None:
         """Carried values that its layers or its loss take; None for any."""
@@ -270,9 +261,9 @@ class Stage:
                     f"{METHOD} of stage {self.index} has no place for what earlier layers carry "
                     f"({', '.join(carried)}): return it as further outputs, or leave out the method"
                 )
-            criterion = None
-            if self.losses.calls_loss_fn and self.work.targets is not None:
-                criterion = Criterion(self.index, self.work.targets[microbatch], partial(self.losses.root, microbatch))
+            criterion, work = None, self.work
+            if self.losses.loss_fn is not None and work.targets is not None and work.output_grads is None:
+                criterion = Criterion(self.index, work.targets[microbatch], partial(self.losses.root, microbatch))
             found = fuse(self.index, self.modules[0], list(args), criterion, pair.modules[0], roots, grads)
         output = one_or_all(found)
         if criterion is not None and criterion.loss is not None:
@@ -399,14 +390,11 @@ class Stage:
             return self._differentiate(microbatch, grads)
 
     def _differentiate(self, microbatch: int, grads: Tensors) -> Tensors:
-        with contextlib.nullcontext() if self.random is None else self.random.guard.backward():
-            return self._backward(microbatch, grads)
-
-    def _backward(self, microbatch: int, grads: Tensors) -> Tensors:
         record = self._records.pop(microbatch)
         roots = [output for output in record.outputs if output.requires_grad]
-        if roots:
-            torch.autograd.backward(roots, self._root_grads(microbatch, record.outputs, grads))
+        with contextlib.nullcontext() if self.random is None else self.random.guard.backward():
+            if roots:
+                torch.autograd.backward(roots, self._root_grads(microbatch, record.outputs, grads))
         return record.input_grads()
 
     def _root_grads(self, microbatch: int, outputs: Tensors, grads: Tensors) -> Sequence[torch.Tensor] | None:
@@ -451,7 +439,7 @@ class Stage:
         if self.parallel is None:
             return
         if op == Op.UNSHARD:
-            self.parallel.unshard(failed)
+            self.parallel.unshard()
         elif op == Op.RESHARD:
             self.parallel.reshard()
         elif op == Op.REDUCE_GRAD:

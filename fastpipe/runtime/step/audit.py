@@ -49,7 +49,6 @@ class Draw(NamedTuple):
     Attributes:
         owner: the rank that computes it.
         auditor: the rank that computes it again.
-        stage: the stage.
         microbatches: its microbatches, and of each whether its backward is split.
         last: the microbatches of the stage's last actions; see `last_microbatches`.
     """
@@ -169,11 +168,7 @@ class Audit:
 
     Args:
         share: the probability with which a microbatch of a stage is drawn.
-        rank: of this process.
         copies: of all stages, on meta.
-        exchange: moves tensors between two ranks.
-        control: exchanges messages between all.
-        device: of the pipeline.
 
     Attributes:
         finding: the error that the last step's audit found, if anything.
@@ -318,9 +313,6 @@ def judged(drawn: Draw, step: int, microbatch: int, original: Sums, found: Seque
     """Which rank was wrong.
 
     Args:
-        drawn: what was audited.
-        step: in which.
-        microbatch: one of those drawn.
         original: the owner's sums.
         found: those of all ranks, which have computed it again.
 

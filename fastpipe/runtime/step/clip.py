@@ -6,7 +6,6 @@ gather the norm of every parameter (8 bytes each), and each takes the norm of th
 
 from __future__ import annotations
 
-import base64
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.common import by_mesh, is_dtensor, torch_private
+from fastpipe.runtime.common import by_mesh, decoded, dtype_name, dtype_of, encoded, is_dtensor, torch_private
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.model import NamedParameter
 from fastpipe.runtime.step.steps import Steps
@@ -38,7 +37,6 @@ class Norm(NamedTuple):
     """The gradient that a norm belongs to.
 
     Attributes:
-        stage: of the parameter.
         name: of the parameter in the whole model.
         dtype: of the gradient, without ``torch.``.
         rank: whose norm is used.
@@ -81,7 +79,7 @@ class Merged:
         chosen = sorted(found.values(), key=lambda pair: pair[1].stage)
         self.norms = [norm for _, norm in chosen]
         self._order = torch.tensor([at for at, _ in chosen], dtype=torch.long)
-        empty = [torch.empty(0, dtype=getattr(torch, norm.dtype)) for norm in self.norms]
+        empty = [torch.empty(0, dtype=dtype_of(norm.dtype)) for norm in self.norms]
         self._groups = [(dtype.to_real(), torch.tensor(places)) for dtype, _, places in torch_private.grouped(empty)]
 
     def values(self, gathered: torch.Tensor) -> torch.Tensor:
@@ -129,13 +127,13 @@ class GradNorms:
         Returns:
             The norms, and the messages of all ranks.
         """
-        table = [(h.stage, h.name, str(h.grad.dtype).removeprefix("torch."), h.is_echo) for h in held]
+        table = [(h.stage, h.name, dtype_name(h.grad.dtype), h.is_echo) for h in held]
 
         def numbers() -> Reply:
             order, more = make()
-            packed = base64.b64encode(norms_of(held, order).numpy().tobytes()).decode()
+            norms = encoded(norms_of(held, order))
             # other ranks only compare digests that this process sent, so its own hash will do
-            return {"norms": packed, "digest": hash(tuple(table)), "received": self._digests, **more}
+            return {"norms": norms, "digest": hash(tuple(table)), "received": self._digests, **more}
 
         replies = all_gather(call, numbers)
         digests = [reply["digest"] for reply in replies]
@@ -146,8 +144,7 @@ class GradNorms:
 
 
 def _unpacked(replies: Sequence[Reply]) -> torch.Tensor:
-    data = bytearray(b"".join(base64.b64decode(reply["norms"]) for reply in replies))
-    return torch.frombuffer(data, dtype=torch.double) if data else torch.empty(0, dtype=torch.double)
+    return torch.cat([decoded(*reply["norms"]) for reply in replies])
 
 
 def check_elsewhere(merged: Merged, values: torch.Tensor, replies: Sequence[Reply], num_ranks: int) -> None:
@@ -276,7 +273,6 @@ def report_nonfinite(
 
     Args:
         local: the gradients of this process; it logs only these.
-        is_error: whether to raise.
         expected: log at INFO instead of WARNING.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import bytes_of, is_block_mask, pytree, tensors_in
+from fastpipe.runtime.common import bytes_of, is_block_mask, pytree, tensor_leaves, tensors_in
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model import accepted_names, missing_argument, positional_names, selected
 from fastpipe.runtime.stage import PER_MICROBATCH, Stage, StageWork
@@ -144,7 +144,6 @@ def batch_digests(request: Request, inputs: Inputs, whole: bool) -> dict[str, li
     """The form and a checksum of the values of every argument of this rank, needed here or not.
 
     Args:
-        request: of the user.
         inputs: the inputs taken from it. An iterator's items count on ranks that consumed them.
         whole: checksum all elements, also on a device, which waits for it. Otherwise some thousand elements of every
             CPU tensor, which takes microseconds.
@@ -357,9 +356,6 @@ def _note_whole(
     """Record the rows of a whole batch's tensors, one entry per distinct number. Refuse inputs with autograd history.
 
     Args:
-        rules: of all arguments.
-        key: in the rules.
-        name: in errors.
         unasked: how it is split without a rule.
     """
     way = RULE if has_rule(rules, key) else unasked
@@ -371,8 +367,7 @@ def _note_whole(
 
 
 def _check_history(value: Any, name: str) -> None:
-    leaves = (value,) if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
-    history = next((leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn), None)
+    history = next((tensor.grad_fn for tensor in tensor_leaves(value) if tensor.grad_fn), None)
     if history is not None:
         raise ValueError(
             f"{name} is the output of {history.name()}, shared by the backwards of all microbatches, and the first "
@@ -386,7 +381,6 @@ def check_splits(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
 
     Args:
         whole: the rows of each, and how they are split: `ROWS`, `NAMED` or `RULE`.
-        num_microbatches: the number of microbatches.
 
     Raises:
         ValueError: if an input without a rule does not have the batch's rows, or if rows are not in the same proportion

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from fastpipe.runtime.common import is_block_mask, pytree
+from fastpipe.runtime.common import is_block_mask, pytree, tensor_leaves
 
 Rule = int | str | None | Callable[..., Any]
 """A dimension, ``"replicate"`` (or None), or a function."""
@@ -20,11 +20,11 @@ Rules = Rule | Mapping[str | int, Rule]
 REPLICATE = "replicate"
 
 
-def rule_for(rules: Rules, key: str | int, default: Rule = 0) -> Rule:
+def rule_for(rules: Rules, key: str | int) -> Rule:
     """The rule of one argument or output."""
     if isinstance(rules, Mapping):
-        return rules.get(key, default)
-    return default if rules is None else rules
+        return rules.get(key, 0)
+    return 0 if rules is None else rules
 
 
 def has_rule(rules: Rules, key: str | int) -> bool:
@@ -74,7 +74,6 @@ def split(
         value: a tensor or a tree of tensors (split along a dimension; the first microbatches get the extra rows), a
             list (one entry per microbatch), or an iterator (one item per microbatch). A BlockMask of FlexAttention is
             split along its batch; all share one of a single row.
-        num_microbatches: the number of microbatches.
         rule: a dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
         name: in errors.
         position: of an argument without a name; its key in the rules.
@@ -217,10 +216,8 @@ def count_rows(
     """The rows of the first argument that has rows: scalars and arguments shared by all microbatches have none.
 
     Args:
-        targets: by microbatch, if any.
         columns: each positional argument by microbatch.
         named: each keyword argument by microbatch.
-        rules: how they were split.
     """
     places: list[tuple[tuple[int, int], Sequence[Any], str | int]] = [((0, 0), targets or [], "target")]
     places += [((1, i), column, i) for i, column in enumerate(columns)]
@@ -236,17 +233,11 @@ def rows_of(microbatches: Sequence[Any], rule: Rule) -> list[int] | None:
     dim = rule if _is_whole(rule) else 0
     rows = []
     for microbatch in microbatches:
-        first = _first_tensor(microbatch)
+        first = next(iter(tensor_leaves(microbatch)), None)
         if first is None or not -first.dim() <= dim < first.dim():
             return None
         rows.append(first.shape[dim])
     return rows
-
-
-def _first_tensor(value: Any) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor):
-        return value
-    return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)), None)
 
 
 def merge(outputs: Sequence[Any], rules: Rules) -> Any:

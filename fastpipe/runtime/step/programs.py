@@ -27,8 +27,6 @@ class Programs:
     """Makes and caches the programs of a pipeline.
 
     Args:
-        schedule: a name, or a schedule.
-        options: the options of a named schedule.
         stage_to_rank: the rank of every stage. Default: the schedule's.
         lanes: operations that the transport executes in order.
         recv_lookahead: see `fastpipe.lower`. If the program cannot be proved for the queues, receives are posted one
@@ -101,11 +99,6 @@ class Programs:
         """Whether the schedule fuses forwards and backwards; some do so only with more microbatches."""
         columns = self.schedule(num_microbatches).columns
         return any((kinds == ActionKind.OVERLAP_F_B).any() for kinds, *_ in columns)
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-        return next(iter(self._schedules.values())).num_stages
 
     def program(self, num_microbatches: int, forward_only: bool) -> Program:
         """The program, validated for the transport's lanes."""

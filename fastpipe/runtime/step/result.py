@@ -7,7 +7,6 @@ are read, so the result is the same everywhere. On a device, values complete aft
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe.program import Program
-from fastpipe.runtime.common import Failure, Tensors, bytes_of, cause_text
+from fastpipe.runtime.common import Failure, Tensors, cause_text, decoded, dtype_name, dtype_of, encoded
 from fastpipe.runtime.coordination import Control, DeferredResults, Reply
 from fastpipe.runtime.executor import DeviceEvent, DeviceEvents, Spans
 from fastpipe.runtime.stage import Stage, from_tensors, scale_loss, sum_in_order, to_tensors
@@ -40,7 +39,7 @@ Values = dict[int, dict[int, Named]]
 """Named values by stage and microbatch, in order."""
 
 Packed = list[list[Any]]
-"""`Values` as JSON, by stage, name, dtype and shape: microbatches, positions in `Named`, and bytes."""
+"""`Values` as JSON: stage, name, microbatches, positions in `Named`, and the values in one tensor, `encoded`."""
 
 Outputs = Callable[[], Mapping[str, Packed]]
 """Returns the values of one process, by kind; it may wait for them."""
@@ -89,7 +88,6 @@ def weights_of(
         reduction: the pipeline's ``loss_reduction``.
         given: the divisors by its function; None without a target.
         rows: of every microbatch, if they can be counted.
-        count: of the microbatches.
     """
     # without a target rows may be unknown; with no rows at all there is no mean
     mean = given or (None if rows is not None and not sum(rows) else loss_divisors("mean", rows, None, count))
@@ -98,14 +96,12 @@ def weights_of(
 
 def loss_divisors(
     reduction: str | Callable[[Any], float], rows: Sequence[int] | None, targets: Sequence[Any] | None, count: int
-) -> list[float] | None:
+) -> list[float]:
     """The divisor of each microbatch's loss, so that the sum is the loss of the whole batch.
 
-    ``"mean"``: all rows divided by its rows; for equal microbatches exactly their number. ``"sum"``: None. A function
-    gives the weight of a target (its number of tokens, for example): the sum of weights divided by its weight.
+    ``"mean"``: all rows divided by its rows; for equal microbatches exactly their number. A function gives the weight
+    of a target (its number of tokens, for example): the sum of weights divided by its weight.
     """
-    if reduction == "sum":
-        return None
     if callable(reduction):
         if targets is None:
             raise ValueError("loss_reduction is a function of the target, and no target was given: pass target=")
@@ -143,14 +139,13 @@ def _shown(given: Any) -> str:
 
 
 Columns = list[tuple[list[Any], torch.Tensor]]
-"""`Values` on the host: as in `Packed`, with a tensor instead of bytes."""
+"""`Values` on the host: as in `Packed`, with the tensor itself."""
 
 
 def to_host(values: Values, *, wait: bool = True) -> Columns:
     """Copy values from the device, once for each stage, name, dtype and shape: more microbatches hardly cost more.
 
     Args:
-        values: to copy.
         wait: for the device. Otherwise the copies are complete when the device has done the work queued so far.
     """
     alike: dict[tuple[Any, ...], list[tuple[int, int, torch.Tensor]]] = {}
@@ -159,26 +154,23 @@ def to_host(values: Values, *, wait: bool = True) -> Columns:
             for place, (name, value) in enumerate(named):
                 alike.setdefault((stage, name, value.dtype, value.shape, value.device), []).append((i, place, value))
     columns = []
-    for (stage, name, dtype, shape, _), found in alike.items():
+    for (stage, name, *_), found in alike.items():
         microbatches, places, tensors = zip(*found, strict=True)
         copy = torch.stack(tensors).detach().to("cpu", non_blocking=not wait)
-        columns.append(([stage, name, str(dtype).removeprefix("torch."), list(shape), microbatches, places], copy))
+        columns.append(([stage, name, microbatches, places], copy))
     return columns
 
 
 def pack(columns: Columns) -> Packed:
     """Values as JSON, exact to the last bit."""
-    return [[*head, base64.b64encode(bytes_of(copy).numpy().tobytes()).decode()] for head, copy in columns]
+    return [[*head, *encoded(copy)] for head, copy in columns]
 
 
 def unpack(parts: Iterable[Packed]) -> Values:
     """Unpack and merge the values of all processes."""
     found: dict[int, dict[int, list[tuple[int, str, torch.Tensor]]]] = {}
-    for stage, name, dtype, shape, microbatches, places, data in (group for part in parts for group in part):
-        raw = bytearray(base64.b64decode(data))
-        flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-        values = flat.view(getattr(torch, dtype)).view(len(places), *shape)
-        for i, place, value in zip(microbatches, places, values.unbind(), strict=True):
+    for stage, name, microbatches, places, *values in (group for part in parts for group in part):
+        for i, place, value in zip(microbatches, places, decoded(*values).unbind(), strict=True):
             found.setdefault(stage, {}).setdefault(i, []).append((place, name, value))
     return {
         stage: {
@@ -343,10 +335,7 @@ class StepResult:
     Args:
         parts: the values of each process.
         outputs: the last stage's outputs by microbatch; None without one.
-        merge_rules: how they are merged.
-        program: that was run.
         spans: when its actions ran, by rank.
-        weights: of the microbatches.
         rules: how metrics are reduced.
     """
 
@@ -434,20 +423,15 @@ class StepResult:
         return "<StepResult>" if self.loss is None else f"<StepResult loss={float(self.loss):.6g}>"
 
 
-def pack_spans(spans: Spans) -> dict[str, list[str]]:
+def pack_spans(spans: Spans) -> dict[str, list[Any]]:
     """Spans as JSON."""
-    return {
-        str(rank): [base64.b64encode(np.ascontiguousarray(column).tobytes()).decode() for column in pair]
-        for rank, pair in spans.items()
-    }
+    return {str(rank): encoded(torch.from_numpy(np.stack(pair))) for rank, pair in spans.items()}
 
 
-def unpack_spans(packed: Mapping[str, list[str]]) -> Spans:
+def unpack_spans(packed: Mapping[str, list[Any]]) -> Spans:
     """The inverse of `pack_spans`."""
-    spans: Spans = {}
-    for rank, (start, end) in packed.items():
-        spans[int(rank)] = (np.frombuffer(base64.b64decode(start)), np.frombuffer(base64.b64decode(end)))
-    return spans
+    found = {int(rank): decoded(*pair).numpy() for rank, pair in packed.items()}
+    return {rank: (start, end) for rank, (start, end) in found.items()}
 
 
 def gather_outputs(steps: Steps, member: Membership, device: torch.device, own: dict[int, Any]) -> dict[int, Any]:
@@ -468,12 +452,14 @@ def gather_outputs(steps: Steps, member: Membership, device: torch.device, own: 
     def headers() -> Reply:
         # in a dict, which preserves tuples
         packed.update({i: to_tensors({"output": output}, {}, -1) for i, output in sorted(own.items())})
-        return {"outputs": [[i, [_header(tensor) for tensor in tensors]] for i, tensors in packed.items()]}
+        return {"outputs": [[i, [[dtype_name(t.dtype), t.shape] for t in tensors]] for i, tensors in packed.items()]}
 
     outputs = dict(own)
     for rank, reply in enumerate(steps.all_gather("gather_outputs", headers)):
         for i, received in reply["outputs"]:
-            tensors = packed[i] if rank == member.rank else tuple(_empty(header, device) for header in received)
+            tensors = packed.get(i, ())
+            if rank != member.rank:
+                tensors = tuple(torch.empty(shape, dtype=dtype_of(dtype), device=device) for dtype, shape in received)
             try:
                 for tensor in tensors:
                     _broadcast(tensor, member, rank)
@@ -483,15 +469,6 @@ def gather_outputs(steps: Steps, member: Membership, device: torch.device, own: 
                 ((value,), _) = from_tensors(tensors)
                 outputs[i] = value["output"]
     return outputs
-
-
-def _header(tensor: torch.Tensor) -> list[Any]:
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-
-
-def _empty(header: list[Any], device: torch.device) -> torch.Tensor:
-    dtype, shape = header
-    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
 
 def _broadcast(tensor: torch.Tensor, member: Membership, rank: int) -> None:

@@ -157,19 +157,12 @@ class Steps:
     """Runs the steps of a pipeline on this process.
 
     Args:
-        batch: how batches are split, and results merged.
-        device: where the stages compute.
-        cores: where steps run.
         copies: handles stages that two ranks hold.
-        random: the random numbers of the stages.
         unfilled: the stages of a pipeline that was built on meta, until its first step.
-        forward_only: whether the schedule has no backward.
         warn_after: seconds after which a step is reported that has not ended.
         audit: of parts of steps, on another rank; None without.
 
     Attributes:
-        watchdog: reports where the ranks are.
-        stages: the local stages.
         announced: input signatures whose shapes are not announced again, and their numbers for transports.
         loss_scale: returns the factor of the backward's roots; None without scaling.
         broken: the fatal failure that ended the pipeline, if any.

@@ -124,7 +124,6 @@ class Watchdog:
 
     Attributes:
         phase: what the current call does now.
-        thread: to be closed.
     """
 
     def __init__(self, control: Control, ranks: LocalRanks, warn_after: float) -> None:
@@ -208,17 +207,13 @@ class Watchdog:
 
     def _text(self) -> str:
         """What this process does now."""
-        seconds, where = time.monotonic() - self._since, self._where()
+        seconds, line = time.monotonic() - self._since, torch_private.line_of_thread(self._thread_id)
+        where = line and f" ({line})"
         if not self.phase:
             return f"has been between two steps for {seconds:.0f} s{where}"
         for rank, program, position in self._running():
             return f"is {place_text(program, rank, position, where)}"
         return f"{self.phase}, for {seconds:.0f} s{where}"
-
-    def _where(self) -> str:
-        """The line of Python that the calling thread executes."""
-        line = torch_private.line_of_thread(self._thread_id)
-        return line and f" ({line})"
 
 
 _signals = 0

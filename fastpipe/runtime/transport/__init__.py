@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from fastpipe.runtime.transport.groups import Membership, MeshGroups, membership, ranks_per_host, side_group
 from fastpipe.runtime.transport.loopback import Loopback
-from fastpipe.runtime.transport.process_group import CoalescedGroups, ProcessGroups
-from fastpipe.runtime.transport.selection import CHOICES, Mixed, select_transport
-from fastpipe.runtime.transport.shared_memory import SharedMemory
+from fastpipe.runtime.transport.process_group import ProcessGroups
+from fastpipe.runtime.transport.selection import CHOICES, select_transport
 from fastpipe.runtime.transport.transport import Message, Transport, why_not_python

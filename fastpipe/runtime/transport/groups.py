@@ -394,7 +394,7 @@ def make_group(member: Membership, store: Any, name: str, timeout: timedelta) ->
     if member.device.type == "cuda":
         # a separate connection: NCCL's wait for a peer at a first message blocks all other requests on it
         own = attended(store.clone, member.lost, timeout)
-        return _nccl_group(member, distributed_c10d.PrefixStore(name, own), name, timeout)
+        return _nccl_group(member, distributed_c10d.PrefixStore(name, own), timeout)
     if (backend := backend_of(member)) != "gloo":
         return registered_group(member.group or dist.group.WORLD, backend, timeout)
     store = distributed_c10d.PrefixStore(name, store)
@@ -453,7 +453,7 @@ def _unless_set(variables: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _nccl_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
+def _nccl_group(member: Membership, store: Any, timeout: timedelta) -> Any:
     """A group of NCCL, with Gloo for tensors on the host.
 
     It is not bound to its device: a bound group has one communicator, and so one stream, for all pairs of ranks; this

@@ -102,11 +102,6 @@ class _Hub:
         send.tensors = None
         send.done = receive.done = True
 
-    def clear(self) -> None:
-        """Drop the operations of a dead rank."""
-        with self.changed:
-            self.queues.clear()
-
 
 class _LoopbackEndpoint(Endpoint):
     def __init__(self, hub: _Hub, rank: int, timeout: float) -> None:

@@ -19,14 +19,16 @@ from fastpipe.runtime.coordination import host_name
 from fastpipe.runtime.transport.groups import Membership
 from fastpipe.runtime.transport.process_group import CoalescedGroups, ProcessGroups
 from fastpipe.runtime.transport.shared_memory import CudaIpc, SharedMemory, Trial
-from fastpipe.runtime.transport.transport import Endpoint, Transport
+from fastpipe.runtime.transport.transport import Transport
 
 HostGroups = Sequence[Sequence[int]]
 """Groups of ranks that share memory; every rank is in one group, of one rank or more."""
 
 
-class Mixed(Transport):
+class Mixed(ProcessGroups):
     """Shared memory within groups of ranks, process groups between them; made by `select_transport`.
+
+    The Python executor uses process groups only, and so do exchanges between steps.
 
     Args:
         shared: this rank's side of the shared memory; None if no rank shares memory with it.
@@ -34,17 +36,16 @@ class Mixed(Transport):
     """
 
     kind = "mixed"
-    # both transports have this, so each channel has its own lane
-    lanes = "directed"
+    is_recordable = False
 
     def __init__(
-        self, shared: SharedMemory | None, groups: ProcessGroups, host_groups: HostGroups, own: int, why: str
+        self, shared: SharedMemory | None, member: Membership, timeout: float, host_groups: HostGroups, why: str
     ) -> None:
-        assert groups.lanes == SharedMemory.lanes == self.lanes
+        super().__init__(member, timeout)
+        # so each channel has its own lane
+        assert SharedMemory.lanes == self.lanes == "directed"
         self.shared = shared
-        self.groups = groups
         self.host_groups = host_groups
-        self.own = own
         self.why = why
         self._group_of = {rank: number for number, group in enumerate(host_groups) for rank in group}
 
@@ -53,48 +54,29 @@ class Mixed(Transport):
         source, destination = channel.source, channel.destination
         return source != destination and self._group_of[source] == self._group_of[destination]
 
-    def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
-        """One rank's side for the Python executor, which uses process groups only."""
-        assert self.shared is None
-        return self.groups.endpoint(program, rank, timeout)
-
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """See `Transport.native`."""
-        far = self.groups.native(runtime, program, rank, timeout)
+        far = super().native(runtime, program, rank, timeout)
         if self.shared is None:
             return far
         near = [self.is_near(channel) for channel in program.channels]
         return runtime.over_both(self.shared.link, *self.shared.native_arguments(program), near, far)
 
-    def exchange(
-        self, peer: int, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None
-    ) -> list[torch.Tensor]:
-        """See `Transport.exchange`."""
-        return self.groups.exchange(peer, tensors, into)
-
-    def close(self) -> None:
-        """Close the groups. Shared memory is freed with the last tensor in it."""
-        self.groups.close()
-
-    def abort(self) -> None:
-        """See `Transport.abort`."""
-        self.groups.abort()
-
     def unblock(self, failure: Failure) -> None:
         """See `Transport.unblock`."""
-        self.groups.unblock(failure)
+        super().unblock(failure)
         if self.shared is not None:
             self.shared.unblock(failure)
 
     def describe(self) -> str:
         """See `Transport.describe`."""
         shared = ", ".join(f"({listed(group, most=None)})" for group in self.host_groups if len(group) > 1)
-        near = [rank for rank in self.host_groups[self._group_of[self.own]] if rank != self.own]
-        far = [rank for rank in sorted(self._group_of) if rank not in (*near, self.own)]
+        near = [rank for rank in self.host_groups[self._group_of[self.rank]] if rank != self.rank]
+        far = [rank for rank in sorted(self._group_of) if rank not in (*near, self.rank)]
         mine = f"shared memory with {listed(near, most=None)}, " if near else ""
         return (
-            f"{self.kind}, lanes {self.lanes}: shared memory within ranks {shared}, four {self.groups.backend} groups "
-            f"elsewhere ({self.why}); rank {self.own}: {mine}groups with {listed(far, most=None)}"
+            f"{self.kind}, lanes {self.lanes}: shared memory within ranks {shared}, four {self.backend} groups "
+            f"elsewhere ({self.why}); rank {self.rank}: {mine}groups with {listed(far, most=None)}"
         )
 
 
@@ -148,12 +130,12 @@ def select_transport(
         return CudaIpc(link, trial.engine, member, timeout) if trial else SharedMemory(link, member, timeout)
     if choice != "auto":
         raise ValueError(f"transport = {choice!r}: {why}; use 'auto' or 'process_group'")
-    groups = ProcessGroups(member, timeout)
     if len(host_groups) == member.size:
+        groups = ProcessGroups(member, timeout)
         groups.why = f"no shared memory: {why}"
         return groups
-    is_single = [member.rank] in host_groups
-    return Mixed(None if is_single else SharedMemory(link, member, timeout), groups, host_groups, member.rank, why)
+    shared = None if [member.rank] in host_groups else SharedMemory(link, member, timeout)
+    return Mixed(shared, member, timeout, host_groups, why)
 
 
 def find_host_groups(

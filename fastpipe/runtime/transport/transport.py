@@ -55,9 +55,6 @@ class SpecBook:
     def __getitem__(self, message: Message) -> Specs:
         return self._open[message]
 
-    def __contains__(self, message: Message) -> bool:
-        return message in self._open
-
     def write(self, message: Message, specs: Specs) -> None:
         """Record the specs of a message."""
         self._open[message] = specs

@@ -23,7 +23,7 @@ from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts
 from fastpipe.program import Op
-from fastpipe.runtime.common import Tensors, children_of, cuda_devices, pytree, time_when_idle
+from fastpipe.runtime.common import Tensors, children_of, cuda_devices, tensor_leaves, time_when_idle
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.data_parallel import Sharded, unwrapped
 from fastpipe.runtime.model import Chain, restored, selected
@@ -132,7 +132,7 @@ class _Probe:
         finally:
             self.part.end()
         forward, inputs, weights = map(min, zip(*runs, strict=True))
-        tensors = [leaf for leaf in pytree.tree_leaves(self.args) if isinstance(leaf, torch.Tensor)]
+        tensors = tensor_leaves(self.args)
         rows = len(tensors[0]) if tensors and tensors[0].dim() else 0
         sent = sum(output.nbytes for output in self.outputs)
         parameters = sum(parameter.nbytes for parameter in self.part.module.parameters())
@@ -179,9 +179,9 @@ class _Probe:
             outputs = self.part.forward(0, inputs)
         for tensor in outputs:
             keep(tensor)
-        for tensor in pytree.tree_leaves(self.args):
-            if isinstance(tensor, torch.Tensor):  # a microbatch may be a view of the batch: not its whole storage
-                found[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+        for tensor in tensor_leaves(self.args):
+            # a microbatch may be a view of the batch: not its whole storage
+            found[tensor.untyped_storage().data_ptr()] = tensor.nbytes
         self.outputs = () if self.part.is_last else tuple(output.detach() for output in outputs)
         return sum(found.values())
 
@@ -276,14 +276,10 @@ def profile(
     """Run and measure a few steps on one batch; see `Pipeline.profile`.
 
     Args:
-        steps: of the pipeline.
         call: runs a step, or an `eval_step` if its first argument is false; the second says whether to trace it.
         modules: whose buffers are restored.
         parameters: whose gradients are restored.
-        inputs: of the call.
-        num_steps: the number of traced steps.
         by_layer: meter layers instead of stages.
-        num_microbatches: of a step.
     """
     _check(steps, inputs, num_steps, by_layer)
     with _restored(modules, parameters, steps):

@@ -49,17 +49,14 @@ def agree(steps: Steps, plan: Plan | Schedule | None, rank: int) -> Agreed:
         ValueError: if rank 0 has none, or another rank has a different one.
     """
     replies = steps.all_gather("replan", lambda: _offer(steps, plan, rank))
-    for other, reply in enumerate(replies):
+    others = [(f"rank {other}", reply) for other, reply in enumerate(replies)]
+    others += [(f"the pipeline at {reply['pipeline']}", reply) for reply in steps.control.elsewhere]
+    for other, reply in others:
         if reply["digest"] not in (None, replies[0]["digest"]):
             raise ValueError(
-                f"plan differs between rank 0 and rank {other} (searches with a time limit need not end alike): pass "
-                "rank 0's plan on every rank, or none on the other ranks"
-            )
-    for reply in steps.control.elsewhere:
-        if reply["digest"] not in (None, replies[0]["digest"]):
-            raise ValueError(
-                f"plan differs between this pipeline and the one at {reply['pipeline']}, whose stages share "
-                "collectives: pass the same plan in all pipelines of the mesh (what they measure differs)"
+                f"plan differs between rank 0 and {other} (measurements, and searches with a time limit, need not end "
+                "alike): pass rank 0's plan on every rank, also of the other pipelines of a mesh, or none on other "
+                "ranks than 0"
             )
     text = replies[0]["text"]
     schedule = _schedule_of(plan) if plan is not None else Schedule.from_csv(text["csv"], name=text["name"])
