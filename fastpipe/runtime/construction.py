@@ -443,6 +443,7 @@ def agree_on_stages(
         message["tied"] = kinds_of_ties(local.ties, local.modules)
         message["prefixes"] = prefixes_message(local.modules)
         message["on_meta"] = local.on_meta
+        message["own"] = {f"recompute of stage {stage.index}": stage.recompute for stage in local.stages}
         return (model, local, executor), message
 
     (model, local, executor), replies = agree(world.control, make, part="stages")

@@ -416,6 +416,11 @@ def test_pipelines_of_a_mesh_must_be_the_same() -> None:
         said(lambda: built(["1f1b", "gpipe"][part])),
         said(lambda: built(count=[4, 8][part])),
         said(lambda: built("1f1b", partition=[[2, 2], [1, 3]][part])),
+        said(lambda: built(loss_reduction=("mean", len)[part])),
+        said(lambda: built(split=(None, {0: 1, "target": 1})[part])),
+        said(lambda: built(recompute=("none", "full")[part])),
+        said(lambda: built(recompute=lambda stage, _: "layers" if part and stage == 1 else "none")),
+        said(lambda: built("dualpipev", overlap=("auto", "never")[part])),
     ):
         assert "the pipelines of the mesh are not the same" in text and place in text, text
     pipe = built()
