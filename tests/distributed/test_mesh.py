@@ -442,6 +442,32 @@ def test_pipelines_of_a_mesh_must_be_the_same() -> None:
 
 
 @on_ranks(4)
+def test_pipelines_of_a_mesh_must_be_in_the_same_modes() -> None:
+    """On four ranks: what a script sets in one of two pipelines decides which collectives their stages run."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    part = mesh["tp"].get_local_rank()
+    x, y = batch(0)
+    weights = [len, lambda target: float(target[0, 0, 0] ** 2)][part]
+    pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, loss_reduction=weights)
+    place = f"of that at tp={1 - part}"
+    assert place in (text := said(lambda: pipe.step(x, target=y))) and "loss_reduction gives other weights" in text
+    pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
+    inner = list(pipe.stage_modules.values())
+    if part:
+        inner[0].eval()
+    assert place in (text := said(lambda: pipe.step(x, target=y))) and "call train(), eval() and" in text
+    inner[0].train()
+    if dist.get_rank() == 0:
+        next(inner[0].parameters()).requires_grad_(False)
+    assert "on rank 0 of" in (text := said(lambda: pipe.step(x, target=y))) and place in text
+    inner[0].requires_grad_(True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(part)):
+        text = said(lambda: pipe.step(x, target=y))
+    assert place in text and "autocast is " in text and "in torch.bfloat16" in text
+    assert bool(pipe.step(x, target=y).loss > 0)
+
+
+@on_ranks(4)
 def test_all_pipelines_of_a_mesh_refuse_what_one_is_given() -> None:
     """On four ranks: one pipeline's ranks are given different batches, and the other's, of another batch, go on."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))

@@ -152,7 +152,7 @@ def agree(
     Args:
         control: the exchange with the other processes.
         make: builds the part; also returns its message to the others, with ``arguments``, values by name, and ``seed``,
-            which must be equal on all, and optionally ``own``, values by name that must be equal on the same rank of all
+            which must be equal on all; optionally ``own``, values by name that must be equal on the same rank of all
             pipelines of a mesh.
         part: name of the part; None for the first one.
 
