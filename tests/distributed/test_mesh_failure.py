@@ -148,6 +148,35 @@ def test_input_that_one_pipeline_refuses_is_refused_by_all() -> None:
     assert pipe.step(x, target=y).loss is not None
 
 
+def clips_with_fewer(way: str) -> tuple[str, str]:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=5)
+    x, y = batch(0)
+    pipe.step(x, target=y)
+    if dist.get_rank() == 2 and way == KILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        pipe.step(x, target=y) if dist.get_rank() == 2 else pipe.clip_grad_norm_(1.0)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("it should have failed")
+
+
+@pytest.mark.parametrize("way", [KILL, "another call"])
+def test_a_norm_over_the_mesh_that_a_rank_does_not_join(way: str) -> None:
+    """Its peer waits in a collective, which ends with an error that tells nothing."""
+    skip_without_native()
+    living = [rank for rank in range(4) if way != KILL or rank != 2]
+    with ranks(4) as group:
+        group.start(clips_with_fewer, way)
+        for kind, text in group.results(living):
+            if way == KILL:
+                assert kind == "StepError" and " of the pipeline at tp=" in text, (kind, text)
+            else:  # the peer gives up before the others or after
+                says = ("make the same call", "clip_grad_norm_ on every rank", " of the pipeline at tp=")
+                assert kind != "RuntimeError" and any(part in text for part in says), (kind, text)
+
+
 def fails_beside_replicas(way: str, schedule: str, victim: int) -> tuple[str, str]:
     mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "tp", "dp_shard"))
     made: list[nn.Module] = [fully_shard(layer, mesh=mesh["dp_shard"]) for layer in layers(mesh)]

@@ -470,21 +470,27 @@ class Steps:
         failure = None if error is None else Failure(self.control.rank, cause_text(error))
         with self._published():
             replies, refused = exchange_or_refuse(functools.partial(self.control.exchange, "start"), message, failure)
+        if isinstance(error, RuntimeError):
+            # a collective within the mesh may have raised, such as that of norms, as its peer made another call
+            self._check_calls(replies)
         if error is not None:
             raise error
+        self._check_calls(replies)
+        if refused is not None:
+            raise refused.error(refusal)
+        return replies
+
+    def _check_calls(self, replies: Sequence[Reply]) -> None:
         calls = [reply["call"] for reply in replies]
         if len(set(calls)) > 1:
             listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             raise ValueError(f"the ranks do not make the same call: {listed}")
-        if refused is not None:
-            raise refused.error(refusal)
         for reply in self.control.elsewhere:
             if reply["call"] != calls[0]:
                 raise ValueError(
                     f"the pipelines of the mesh do not make the same call, and their stages share collectives: here "
                     f"{calls[0]}; at {reply['pipeline']}: {reply['call']}"
                 )
-        return replies
 
     def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
         """Refuse inputs that do not fit together. All pipelines of a mesh refuse those of one: their stages meet."""
