@@ -16,7 +16,7 @@ from fastpipe import Pipeline, StepError
 from fastpipe.testing import Fault
 from tests.conftest import skip_without_native
 from tests.distributed.ranks import on_ranks, ranks
-from tests.distributed.test_mesh import LAYERS, MICROBATCHES, Mlp, batch, layers
+from tests.distributed.test_mesh import LAYERS, MICROBATCHES, Mlp, batch, layers, layers_of
 
 FORWARD, BACKWARD, KILL = "forward", "backward", "kill"
 AT_CALL = 6  # the third microbatch of the second step
@@ -177,9 +177,10 @@ def test_a_norm_over_the_mesh_that_a_rank_does_not_join(way: str) -> None:
                 assert kind != "RuntimeError" and any(part in text for part in says), (kind, text)
 
 
-def fails_beside_replicas(way: str, schedule: str, victim: int) -> tuple[str, str]:
-    mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "tp", "dp_shard"))
-    made: list[nn.Module] = [fully_shard(layer, mesh=mesh["dp_shard"]) for layer in layers(mesh)]
+def fails_beside_replicas(way: str, schedule: str, victim: int, kind: str) -> tuple[str, str]:
+    mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", kind, "dp_shard"))
+    shards = mesh["cp", "dp_shard"] if kind == "cp" else mesh["dp_shard"]
+    made: list[nn.Module] = [fully_shard(layer, mesh=shards) for layer in layers_of(kind, mesh)]
     if dist.get_rank() == victim:
         made = failing(way, made)
     pipe = Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
@@ -187,20 +188,23 @@ def fails_beside_replicas(way: str, schedule: str, victim: int) -> tuple[str, st
     return str(error), again
 
 
-@pytest.mark.parametrize(("way", "schedule"), [(FORWARD, "zbv"), (KILL, "1f1b")])
-def test_a_failure_reaches_the_replicas_of_the_mesh(way: str, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "schedule", "kind"), [(FORWARD, "zbv", "tp"), (FORWARD, "1f1b", "cp"), (KILL, "1f1b", "tp")]
+)
+def test_a_failure_reaches_the_replicas_of_the_mesh(way: str, schedule: str, kind: str) -> None:
+    """Of cp, stages and the wrapper use one group, which ends; the wrapper's other one does not."""
     skip_without_native()
-    victim = 6  # the second of two ranks, tp=1, of the first replica
+    victim = 6  # the second of two ranks, tp=1 or cp=1, of the first replica
     with ranks(8) as group:
-        group.start(fails_beside_replicas, way, schedule, victim)
+        group.start(fails_beside_replicas, way, schedule, victim, kind)
         living = [rank for rank in range(8) if way != KILL or rank != victim]
         for rank, (text, again) in zip(living, group.results(living), strict=True):
             assert text == again
             if rank % 2 == 0:
-                assert "rank 1 of the pipeline at tp=1" in text
+                assert f"rank 1 of the pipeline at {kind}=1" in text
                 assert ("its process died" if way == KILL else "a wrong number") in text
             elif way == FORWARD:
                 assert "REDUCE_GRAD: the step failed in another of the replicas" in text
-                assert "rank 1 of the pipeline at tp=1, stage " in text and "a wrong number" in text, text
+                assert f"rank 1 of the pipeline at {kind}=1, stage " in text and "a wrong number" in text, text
             else:
                 assert "REDUCE_GRAD" in text, text
