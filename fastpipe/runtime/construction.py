@@ -474,7 +474,7 @@ def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], worl
         if not attended(compare, world.control.lost, timedelta(seconds=world.timeout)):
             here = ", ".join(
                 f"{name} = {arguments[name]}"
-                for name in ("schedule", "num_microbatches", "partition")
+                for name in ("schedule", "num_microbatches", "partition", "loss_reduction", "split")
                 if name in arguments
             )
             raise ValueError(

@@ -489,17 +489,20 @@ def test_replicas_must_be_the_same(wrap: str) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     replica = mesh["dp"].get_local_rank()
 
-    def built(schedule: str, count: int, timeout: float = 60) -> Pipeline:
+    def built(schedule: str, count: int, timeout: float = 60, **options: Any) -> Pipeline:
         made: list[nn.Module] = [Mlp() for _ in range(LAYERS)]
-        options: dict[str, Any] = {"data_parallel": mesh["dp"]}
         if wrap == "fully_shard":
-            made, options = [fully_shard(layer, mesh=mesh["dp"]) for layer in made], {}
+            made = [fully_shard(layer, mesh=mesh["dp"]) for layer in made]
+        else:
+            options["data_parallel"] = mesh["dp"]
         return Pipeline(made, schedule, count, nn.functional.mse_loss, mesh=mesh, timeout=timeout, **options)
 
     says = "do not build the same pipeline"
     # both have the same stages on other ranks: DistributedDataParallel alone would average them with each other
     assert says in said(lambda: built(["interleaved_1f1b", "zbv"][replica], MICROBATCHES))
     assert says in said(lambda: built("1f1b", [4, 8][replica]))
+    text = said(lambda: built("1f1b", 4, loss_reduction=("mean", len)[replica]))
+    assert says in text and (not replica or "loss_reduction = a function" in text), text
     pipe = built("zbv", MICROBATCHES)
     other = make_schedule("dualpipev", num_ranks=2, num_microbatches=MICROBATCHES)
     assert says in said(lambda: pipe.replan([pipe.schedule, other][replica]))
