@@ -338,10 +338,21 @@ class Arguments:
         """The values that must be the same on every rank, by argument; without defaults."""
         where, reduction = self.execution.chosen_transport, self.batch.loss_reduction
         values = {"transport": where} if isinstance(where, str) and where != "auto" else {}
-        values |= {"loss_reduction": reduction} if isinstance(reduction, str) and reduction != "mean" else {}
+        values |= {"loss_reduction": _text(reduction)} if reduction != "mean" else {}
+        values |= {"split": _text(self.batch.split)} if self.batch.split is not None else {}
         values |= {"grad_dtype": str(self.model.grad_dtype)} if self.model.grad_dtype is not None else {}
         values |= {"cache_carried": "True"} if self.model.cache_carried else {}
+        if self.execution.overlap != "auto" and self.execution.other_dimensions():
+            # pairs that take turns start collectives in another order
+            values |= {"overlap": self.execution.overlap}
         return values
+
+
+def _text(value: Any) -> str:
+    """The same on every rank that is given the same; functions cannot be compared."""
+    if isinstance(value, Mapping):
+        return str({key: _text(value[key]) for key in sorted(value, key=str)})
+    return "a function" if callable(value) else str(value)
 
 
 def _is_list(value: Any) -> bool:

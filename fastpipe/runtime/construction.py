@@ -435,6 +435,7 @@ def agree_on_stages(
         message["tied"] = kinds_of_ties(local.ties, local.modules)
         message["prefixes"] = prefixes_message(local.modules)
         message["on_meta"] = local.on_meta
+        message["own"] = {f"recompute of stage {stage.index}": stage.recompute for stage in local.stages}
         return (model, local, executor), message
 
     (model, local, executor), replies = agree(world.control, make, part="stages")
@@ -465,7 +466,7 @@ def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], worl
         if not attended(compare, world.control.lost, timedelta(seconds=world.timeout)):
             here = ", ".join(
                 f"{name} = {arguments[name]}"
-                for name in ("schedule", "num_microbatches", "partition")
+                for name in ("schedule", "num_microbatches", "partition", "loss_reduction", "split")
                 if name in arguments
             )
             raise ValueError(

@@ -287,7 +287,8 @@ class _Check:
         self.names = self._all_names(replies)
         self.sent = self._gather_gradients(replies)
         gathering = GradNorms()
-        values, _ = gathering.gather(all_gather, "check_parity, norms", self._held(), lambda: (2.0, {}))
+        timeout = self.pipe._steps.ranks.timeout
+        values, _ = gathering.gather(all_gather, "check_parity, norms", self._held(), lambda: (2.0, {}), timeout)
         norms, norm = gathering.merged.norms, gathering.merged.total(values, 2.0, self.pipe.device)
         answers = all_gather("check_parity, comparison", lambda: self._compare(result, norms, norm, replies))
         return self._parity(answers, result.loss, norm, any(reply["drew"] for reply in replies))

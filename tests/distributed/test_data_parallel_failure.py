@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fastpipe import Pipeline, StepError
@@ -112,6 +113,23 @@ def test_a_replica_that_does_not_come_is_named() -> None:
     assert kind == "StepError"
     assert "stage 0 were not reduced within the Pipeline's timeout: another of its 2 replicas" in text
     assert text.count("build a new one") == 2
+
+
+def only_one_clips() -> list[tuple[str, str]]:
+    over, replica = mesh_and_replica()
+    pipe = build("fsdp", "zbv", "auto", over, timeout=3.0)
+    step(pipe, 0, replica)
+    found = [] if replica else [caught(lambda: pipe.clip_grad_norm_(1.0))[:2] for _ in range(2)]
+    dist.barrier()  # no replica is closed meanwhile
+    return found
+
+
+def test_a_replica_that_does_not_clip_is_named() -> None:
+    with ranks(4) as group:
+        for found in group.run(only_one_clips)[:2]:
+            assert [kind for kind, _ in found] == ["StepError", "StepError"], found
+            for _, text in found:
+                assert "clip_grad_norm_ on every rank of all replicas" in text and "build a new one" in text, text
 
 
 def test_the_error_is_a_step_error_with_its_place(executor: str, group_of: GroupOf) -> None:

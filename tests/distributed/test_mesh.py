@@ -350,7 +350,7 @@ def test_tools_take_the_whole_mesh(tmp_path: Path) -> None:
     for name, p in made.named_parameters():
         if name == "1.norm.weight":
             p.grad *= 1 + mesh["tp"].get_local_rank()
-    with pytest.raises(ValueError, match=r"gradient of 1\.norm\.weight .* DTensor"):
+    with pytest.raises(ValueError, match=r"gradient of 1\.norm\.weight .* at tp=\d .* DTensor"):
         made.clip_grad_norm_(1.0)
 
 
@@ -416,6 +416,11 @@ def test_pipelines_of_a_mesh_must_be_the_same() -> None:
         said(lambda: built(["1f1b", "gpipe"][part])),
         said(lambda: built(count=[4, 8][part])),
         said(lambda: built("1f1b", partition=[[2, 2], [1, 3]][part])),
+        said(lambda: built(loss_reduction=("mean", len)[part])),
+        said(lambda: built(split=(None, {0: 1, "target": 1})[part])),
+        said(lambda: built(recompute=("none", "full")[part])),
+        said(lambda: built(recompute=lambda stage, _: "layers" if part and stage == 1 else "none")),
+        said(lambda: built("dualpipev", overlap=("auto", "never")[part])),
     ):
         assert "the pipelines of the mesh are not the same" in text and place in text, text
     pipe = built()
@@ -434,6 +439,32 @@ def test_pipelines_of_a_mesh_must_be_the_same() -> None:
         monkeypatch.setattr(cuts, "layer_costs", lambda *args, by: [[1, 1, 1, 3], [3, 1, 1, 1]][part])
         cut = built("1f1b", partition="seconds", example=x[:2]).describe()
     assert "layers 0-2 | 3" in cut, cut
+
+
+@on_ranks(4)
+def test_pipelines_of_a_mesh_must_be_in_the_same_modes() -> None:
+    """On four ranks: what a script sets in one of two pipelines decides which collectives their stages run."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    part = mesh["tp"].get_local_rank()
+    x, y = batch(0)
+    weights = [len, lambda target: float(target[0, 0, 0] ** 2)][part]
+    pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, loss_reduction=weights)
+    place = f"of that at tp={1 - part}"
+    assert place in (text := said(lambda: pipe.step(x, target=y))) and "loss_reduction gives other weights" in text
+    pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
+    inner = list(pipe.stage_modules.values())
+    if part:
+        inner[0].eval()
+    assert place in (text := said(lambda: pipe.step(x, target=y))) and "call train(), eval() and" in text
+    inner[0].train()
+    if dist.get_rank() == 0:
+        next(inner[0].parameters()).requires_grad_(False)
+    assert "on rank 0 of" in (text := said(lambda: pipe.step(x, target=y))) and place in text
+    inner[0].requires_grad_(True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(part)):
+        text = said(lambda: pipe.step(x, target=y))
+    assert place in text and "autocast is " in text and "in torch.bfloat16" in text
+    assert bool(pipe.step(x, target=y).loss > 0)
 
 
 @on_ranks(4)
@@ -458,17 +489,20 @@ def test_replicas_must_be_the_same(wrap: str) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     replica = mesh["dp"].get_local_rank()
 
-    def built(schedule: str, count: int, timeout: float = 60) -> Pipeline:
+    def built(schedule: str, count: int, timeout: float = 60, **options: Any) -> Pipeline:
         made: list[nn.Module] = [Mlp() for _ in range(LAYERS)]
-        options: dict[str, Any] = {"data_parallel": mesh["dp"]}
         if wrap == "fully_shard":
-            made, options = [fully_shard(layer, mesh=mesh["dp"]) for layer in made], {}
+            made = [fully_shard(layer, mesh=mesh["dp"]) for layer in made]
+        else:
+            options["data_parallel"] = mesh["dp"]
         return Pipeline(made, schedule, count, nn.functional.mse_loss, mesh=mesh, timeout=timeout, **options)
 
     says = "do not build the same pipeline"
     # both have the same stages on other ranks: DistributedDataParallel alone would average them with each other
     assert says in said(lambda: built(["interleaved_1f1b", "zbv"][replica], MICROBATCHES))
     assert says in said(lambda: built("1f1b", [4, 8][replica]))
+    text = said(lambda: built("1f1b", 4, loss_reduction=("mean", len)[replica]))
+    assert says in text and (not replica or "loss_reduction = a function" in text), text
     pipe = built("zbv", MICROBATCHES)
     other = make_schedule("dualpipev", num_ranks=2, num_microbatches=MICROBATCHES)
     assert says in said(lambda: pipe.replan([pipe.schedule, other][replica]))

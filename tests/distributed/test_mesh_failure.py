@@ -16,7 +16,7 @@ from fastpipe import Pipeline, StepError
 from fastpipe.testing import Fault
 from tests.conftest import skip_without_native
 from tests.distributed.ranks import on_ranks, ranks
-from tests.distributed.test_mesh import LAYERS, MICROBATCHES, Mlp, batch, layers
+from tests.distributed.test_mesh import LAYERS, MICROBATCHES, Mlp, batch, layers, layers_of
 from tests.patience import PATIENCE
 
 FORWARD, BACKWARD, KILL = "forward", "backward", "kill"
@@ -182,9 +182,39 @@ def test_input_that_one_pipeline_refuses_is_refused_by_all() -> None:
     assert pipe.step(x, target=y).loss is not None
 
 
-def fails_beside_replicas(way: str, schedule: str, victim: int) -> tuple[str, str]:
-    mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "tp", "dp_shard"))
-    made: list[nn.Module] = [fully_shard(layer, mesh=mesh["dp_shard"]) for layer in layers(mesh)]
+def clips_with_fewer(way: str) -> tuple[str, str]:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=5)
+    x, y = batch(0)
+    pipe.step(x, target=y)
+    if dist.get_rank() == 2 and way == KILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        pipe.step(x, target=y) if dist.get_rank() == 2 else pipe.clip_grad_norm_(1.0)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("it should have failed")
+
+
+@pytest.mark.parametrize("way", [KILL, "another call"])
+def test_a_norm_over_the_mesh_that_a_rank_does_not_join(way: str) -> None:
+    """Its peer waits in a collective, which ends with an error that tells nothing."""
+    skip_without_native()
+    living = [rank for rank in range(4) if way != KILL or rank != 2]
+    with ranks(4) as group:
+        group.start(clips_with_fewer, way)
+        for kind, text in group.results(living):
+            if way == KILL:
+                assert kind == "StepError" and " of the pipeline at tp=" in text, (kind, text)
+            else:  # the peer gives up before the others or after
+                says = ("make the same call", "clip_grad_norm_ on every rank", " of the pipeline at tp=")
+                assert kind != "RuntimeError" and any(part in text for part in says), (kind, text)
+
+
+def fails_beside_replicas(way: str, schedule: str, victim: int, kind: str) -> tuple[str, str]:
+    mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", kind, "dp_shard"))
+    shards = mesh["cp", "dp_shard"] if kind == "cp" else mesh["dp_shard"]
+    made: list[nn.Module] = [fully_shard(layer, mesh=shards) for layer in layers_of(kind, mesh)]
     if dist.get_rank() == victim:
         made = failing(way, made)
     pipe = Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
@@ -192,20 +222,23 @@ def fails_beside_replicas(way: str, schedule: str, victim: int) -> tuple[str, st
     return str(error), again
 
 
-@pytest.mark.parametrize(("way", "schedule"), [(FORWARD, "zbv"), (KILL, "1f1b")])
-def test_a_failure_reaches_the_replicas_of_the_mesh(way: str, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "schedule", "kind"), [(FORWARD, "zbv", "tp"), (FORWARD, "1f1b", "cp"), (KILL, "1f1b", "tp")]
+)
+def test_a_failure_reaches_the_replicas_of_the_mesh(way: str, schedule: str, kind: str) -> None:
+    """Of cp, stages and the wrapper use one group, which ends; the wrapper's other one does not."""
     skip_without_native()
-    victim = 6  # the second of two ranks, tp=1, of the first replica
+    victim = 6  # the second of two ranks, tp=1 or cp=1, of the first replica
     with ranks(8) as group:
-        group.start(fails_beside_replicas, way, schedule, victim)
+        group.start(fails_beside_replicas, way, schedule, victim, kind)
         living = [rank for rank in range(8) if way != KILL or rank != victim]
         for rank, (text, again) in zip(living, group.results(living), strict=True):
             assert text == again
             if rank % 2 == 0:
-                assert "rank 1 of the pipeline at tp=1" in text
+                assert f"rank 1 of the pipeline at {kind}=1" in text
                 assert ("its process died" if way == KILL else "a wrong number") in text
             elif way == FORWARD:
                 assert "REDUCE_GRAD: the step failed in another of the replicas" in text
-                assert "rank 1 of the pipeline at tp=1, stage " in text and "a wrong number" in text, text
+                assert f"rank 1 of the pipeline at {kind}=1, stage " in text and "a wrong number" in text, text
             else:
                 assert "REDUCE_GRAD" in text, text

@@ -196,7 +196,7 @@ def gathered(grads: Sequence[torch.Tensor], order: float, gathering: GradNorms |
     """The norm of gradients of one process."""
     gathering = gathering or GradNorms()
     held = [NamedGrad(i, str(i), grad) for i, grad in enumerate(grads)]
-    values, _ = gathering.gather(lambda call, make: [make()], "clip", held, lambda: (order, {}))
+    values, _ = gathering.gather(lambda call, make: [make()], "clip", held, lambda: (order, {}), 60.0)
     return gathering.merged.total(values, order, torch.device("cpu"))
 
 

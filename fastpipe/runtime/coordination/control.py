@@ -154,7 +154,8 @@ def agree(
     Args:
         control: the exchange with the other processes.
         make: builds the part; also returns its message to the others, with ``arguments``, values by name, and ``seed``,
-            which must be equal on all.
+            which must be equal on all; optionally ``own``, values by name that must be equal on the same rank of all
+            pipelines of a mesh.
         part: name of the part; None for the first one.
 
     Returns:
@@ -275,9 +276,10 @@ def _check_same_arguments(replies: Sequence[Reply]) -> None:
 
 def _check_mesh(replies: Sequence[Reply], elsewhere: Sequence[Reply]) -> None:
     """Refuse pipelines of a mesh that differ: collectives within their stages would not match."""
-    own = replies[0]["arguments"]
-    for reply in elsewhere:
-        theirs, pipeline = reply["arguments"], reply["pipeline"]
+    for number, reply in enumerate(elsewhere):
+        same_rank = replies[number % len(replies)]
+        own, theirs = (found["arguments"] | found.get("own", {}) for found in (same_rank, reply))
+        pipeline = reply["pipeline"]
         for name in dict.fromkeys([*own, *theirs]):
             if own.get(name) == theirs.get(name):
                 continue

@@ -7,6 +7,7 @@ unsharded parameters; REDUCE_GRAD calls `post_backward` of every parameter group
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe.runtime.common import Failure, FailureError, listed, parameters_of, torch_private, walked
-from fastpipe.runtime.data_parallel.interface import DataParallel
+from fastpipe.runtime.common import Failure, FailureError, cause_text, listed, parameters_of, torch_private, walked
+from fastpipe.runtime.data_parallel.interface import DataParallel, wait_for
 
 _HELD_BACK = {
     "post_forward_mesh_info": None,
@@ -140,12 +141,10 @@ class Sharded(DataParallel):
         if not self._reduces or self._begun:
             return
         self._begun = True
-        for group, flags in reversed(self._flags):
-            group.wait_for_unshard()
-            _set(group, flags)
-            if failed:
-                _complete(group)
-            group.post_backward()
+        # last in, first out; all of them, also if one raises, as replicas wait in each
+        with contextlib.ExitStack() as stack:
+            for group, flags in self._flags:
+                stack.callback(_reduce, group, flags, failed)
 
     def finish(self, failure: str | None, deadline: float) -> None:
         """Wait for the shards' gradients, and leave the parameters sharded, as between steps."""
@@ -167,16 +166,27 @@ class Sharded(DataParallel):
     def _compare(self, failure: str | None, deadline: float) -> None:
         """Raise unless all replicas completed the same step."""
         sums = torch.tensor([int(failure is not None), *self.marks()], dtype=torch.int64, device=self.device)
+        broken = ""
         for group in self.groups:
-            dist.all_reduce(sums, group=group)
+            before = sums.clone()
+            try:
+                wait_for(dist.all_reduce(sums, group=group, async_op=True).get_future(), deadline)
+            except TimeoutError as error:
+                cause = f"another of the {self.num_replicas} replicas of stage {self.stage} did not respond in time"
+                raise FailureError(Failure(None, cause, is_fatal=True)) from error
+            except RuntimeError as error:
+                # a dimension such as cp ends with the stages of its mesh; replicas in the other one wait all the same
+                broken = broken or cause_text(error)
+                sums = before
+                sums[0] += 1
         num_failed, *marks = sums.tolist()
         cause = self.why_not_same(*marks)
         if num_failed:
             cause = self.explained(
                 "the step failed in another of the replicas that share this stage", failure, deadline
             )
-        if cause and failure is None:
-            raise FailureError(Failure(None, cause))
+        if failure is None and (broken or cause):
+            raise FailureError(Failure(None, broken or cause, is_fatal=bool(broken)))
 
     def _of(self, parameter: nn.Parameter) -> Any:
         """FSDP's object of a shard."""
@@ -214,6 +224,14 @@ class Sharded(DataParallel):
                 setattr(owner, name, value)
 
         return put_back
+
+
+def _reduce(group: Any, flags: Mapping[str, Any], failed: bool) -> None:
+    group.wait_for_unshard()
+    _set(group, flags)
+    if failed:
+        _complete(group)
+    group.post_backward()
 
 
 def _complete(group: Any) -> None:

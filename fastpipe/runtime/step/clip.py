@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +16,19 @@ import torch
 import torch.distributed as dist
 
 from fastpipe.errors import StepError
-from fastpipe.runtime.common import by_mesh, decoded, dtype_name, dtype_of, encoded, is_dtensor, torch_private
+from fastpipe.runtime.common import (
+    Failure,
+    FailureError,
+    by_mesh,
+    decoded,
+    dtype_name,
+    dtype_of,
+    encoded,
+    is_dtensor,
+    torch_private,
+)
 from fastpipe.runtime.coordination import Reply
+from fastpipe.runtime.data_parallel import wait_for
 from fastpipe.runtime.model import NamedParameter
 from fastpipe.runtime.step.steps import Steps
 
@@ -114,7 +126,12 @@ class GradNorms:
         self.merged = Merged([])
 
     def gather(
-        self, all_gather: AllGather, call: str, held: Sequence[NamedGrad], make: Callable[[], tuple[float, Reply]]
+        self,
+        all_gather: AllGather,
+        call: str,
+        held: Sequence[NamedGrad],
+        make: Callable[[], tuple[float, Reply]],
+        timeout: float,
     ) -> tuple[torch.Tensor, list[Reply]]:
         """The norms of all ranks' gradients, in the order of ``merged.norms``. Collective.
 
@@ -123,6 +140,7 @@ class GradNorms:
             call: its first argument.
             make: returns the order of the norm, and further entries of the message. An error in it, or in the
                 gradients, is an error on every rank.
+            timeout: seconds to wait for other processes that have a part of a gradient.
 
         Returns:
             The norms, and the messages of all ranks.
@@ -131,7 +149,7 @@ class GradNorms:
 
         def numbers() -> Reply:
             order, more = make()
-            norms = encoded(norms_of(held, order))
+            norms = encoded(norms_of(held, order, timeout))
             # other ranks only compare digests that this process sent, so its own hash will do
             return {"norms": norms, "digest": hash(tuple(table)), "received": self._digests, **more}
 
@@ -156,8 +174,9 @@ def check_elsewhere(merged: Merged, values: torch.Tensor, replies: Sequence[Repl
             i = int((~close).nonzero()[0])
             raise ValueError(
                 f"the gradient of {merged.norms[i].place} has norm {values[i].item():g} here and {other[i].item():g} "
-                "elsewhere in the mesh: make a parameter of which every rank has a part a DTensor "
-                "(torch.distributed.tensor.distribute_tensor), and sum a gradient to which every rank adds a part"
+                f"at {replies[first]['pipeline']} in the mesh: make a parameter of which every rank has a part a "
+                "DTensor (torch.distributed.tensor.distribute_tensor), and sum a gradient to which every rank adds a "
+                "part"
             )
 
 
@@ -180,11 +199,12 @@ def _number(value: Any) -> float:
 
 
 @torch.no_grad()
-def norms_of(held: Sequence[NamedGrad], order: float) -> torch.Tensor:
+def norms_of(held: Sequence[NamedGrad], order: float, timeout: float) -> torch.Tensor:
     """The norm of each gradient, as doubles on the CPU (exact for every dtype); one transfer for all.
 
     Raises:
         ValueError: for a sparse gradient, which torch's norm does not support.
+        FailureError: if a process that has a part of a gradient does not come within the timeout.
     """
     for h in held:
         if h.grad.layout is not torch.strided:
@@ -198,13 +218,13 @@ def norms_of(held: Sequence[NamedGrad], order: float) -> torch.Tensor:
     for _, tensors, places in torch_private.grouped([grads[i] for i in plain]):
         for place, norm in zip(places, torch_private.norms(tensors, order), strict=True):
             norms[plain[place]] = norm
-    for places, found in _sharded_norms(grads, order):
+    for places, found in _sharded_norms(grads, order, time.monotonic() + timeout):
         for place, norm in zip(places, found.unbind(), strict=True):
             norms[place] = norm
     return torch.stack([norm.double() for norm in norms]).cpu() if norms else torch.empty(0, dtype=torch.double)
 
 
-def _sharded_norms(grads: list[Any], order: float) -> Iterable[tuple[list[int], torch.Tensor]]:
+def _sharded_norms(grads: list[Any], order: float, deadline: float) -> Iterable[tuple[list[int], torch.Tensor]]:
     """The norms of gradients that FSDP shards; one reduction per mesh, placement and dtype."""
     spread: dict[Any, list[int]] = {}
     for i, grad in enumerate(grads):
@@ -216,7 +236,7 @@ def _sharded_norms(grads: list[Any], order: float) -> Iterable[tuple[list[int], 
         for dimension, placement in enumerate(placements):
             # also the special shards that fully_shard makes of tensor-parallel layers
             if not placement.is_replicate():
-                local = _reduced(local, order, mesh.get_group(dimension))
+                local = _reduced(local, order, mesh.get_group(dimension), deadline)
         yield places, local.to(dtype.to_real())
 
 
@@ -235,15 +255,21 @@ def _local_norm(grad: Any, order: float) -> torch.Tensor:
     return torch.linalg.vector_norm(local, order).double() if local.numel() else local.new_zeros((), dtype=torch.double)
 
 
-def _reduced(norms: torch.Tensor, order: float, group: Any) -> torch.Tensor:
+def _reduced(norms: torch.Tensor, order: float, group: Any, deadline: float) -> torch.Tensor:
     if order <= 0:
         raise ValueError(f"norm_type = {order}: gradients sharded over processes need a norm above 0")
-    if math.isinf(order):
-        dist.all_reduce(norms, dist.ReduceOp.MAX, group)
-        return norms
-    powers = norms**order
-    dist.all_reduce(powers, group=group)
-    return powers ** (1 / order)
+    is_largest = math.isinf(order)
+    powers = norms if is_largest else norms**order
+    work = dist.all_reduce(powers, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group, async_op=True)
+    try:
+        wait_for(work.get_future(), deadline)
+    except TimeoutError as error:
+        cause = (
+            f"the norms of gradients that {group.size()} processes share were not reduced within the Pipeline's "
+            "timeout: another of them does not clip; call clip_grad_norm_ on every rank of all replicas"
+        )
+        raise FailureError(Failure(None, cause, is_fatal=True)) from error
+    return powers if is_largest else powers ** (1 / order)
 
 
 def same_arguments(replies: Sequence[Reply]) -> tuple[float, float, bool]:
@@ -317,7 +343,7 @@ def clip_grad_norm(
         elsewhere[:] = elsewhere or steps.control.elsewhere
         return replies
 
-    values, replies = gathering.gather(all_gather, "clip_grad_norm_", local, arguments)
+    values, replies = gathering.gather(all_gather, "clip_grad_norm_", local, arguments, steps.ranks.timeout)
     check_elsewhere(gathering.merged, values, elsewhere, len(replies))
     limit, order, is_error = same_arguments(replies)
     norms, total = gathering.merged.norms, gathering.merged.total(values, order, device)

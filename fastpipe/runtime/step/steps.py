@@ -14,6 +14,7 @@ import functools
 import logging
 import operator
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, replace
@@ -366,6 +367,8 @@ class Steps:
             if self.ranks.pairs.way == IN_TURNS:
                 message["random"] = astuple(self.random.usage(request.training, self._flags))
             message |= {"divisors": inputs.divisors, "unknown": inputs.unknown}
+            if self.control.pipeline:
+                message["modes"] = self._modes()
             if not self.control.is_alone:
                 number = self.control.step
                 compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
@@ -464,21 +467,27 @@ class Steps:
         failure = None if error is None else Failure(self.control.rank, cause_text(error))
         with self._published():
             replies, refused = exchange_or_refuse(functools.partial(self.control.exchange, "start"), message, failure)
+        if isinstance(error, RuntimeError):
+            # a collective within the mesh may have raised, such as that of norms, as its peer made another call
+            self._check_calls(replies)
         if error is not None:
             raise error
+        self._check_calls(replies)
+        if refused is not None:
+            raise refused.error(refusal)
+        return replies
+
+    def _check_calls(self, replies: Sequence[Reply]) -> None:
         calls = [reply["call"] for reply in replies]
         if len(set(calls)) > 1:
             listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             raise ValueError(f"the ranks do not make the same call: {listed}")
-        if refused is not None:
-            raise refused.error(refusal)
         for reply in self.control.elsewhere:
             if reply["call"] != calls[0]:
                 raise ValueError(
                     f"the pipelines of the mesh do not make the same call, and their stages share collectives: here "
                     f"{calls[0]}; at {reply['pipeline']}: {reply['call']}"
                 )
-        return replies
 
     def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
         """Refuse inputs that do not fit together. All pipelines of a mesh refuse those of one: their stages meet."""
@@ -494,6 +503,31 @@ class Steps:
             batches.setdefault(_without_tp(pipeline), {}).update(found)
         for same in batches.values():
             check_batches(same)
+        self._check_peers(replies)
+
+    def _check_peers(self, replies: Sequence[Reply]) -> None:
+        """Refuse steps in which the same rank of several pipelines of a mesh would run other collectives."""
+        for number, theirs in enumerate(self.control.elsewhere):
+            rank = number % len(replies)
+            own, other, pipeline = replies[rank]["modes"], theirs["modes"], theirs["pipeline"]
+            place = f"on rank {rank} of this pipeline and of that at {pipeline}, whose stages share collectives"
+            if own["autocast"] != other["autocast"]:
+                raise ValueError(
+                    f"autocast is {own['autocast']} here and {other['autocast']} there, {place}: enter the same "
+                    "on every rank"
+                )
+            if _without_tp(pipeline) != _without_tp(self.control.pipeline):
+                continue
+            if own["flags"][0] == other["flags"][0] and own["flags"] != other["flags"]:
+                raise ValueError(
+                    f"the modules' training or the parameters' requires_grad differ {place}: call train(), eval() and "
+                    "requires_grad_() alike on all ranks of tp"
+                )
+            if replies[rank]["divisors"] != theirs["divisors"]:
+                raise ValueError(
+                    f"loss_reduction gives other weights {place}: pass the same function on every rank, of the target "
+                    "alone"
+                )
 
     def _check_pipeline(self, request: Request, replies: Sequence[Reply]) -> None:
         whole = {name: rows for reply in replies for name, rows in reply["whole"].items()}
@@ -516,9 +550,16 @@ class Steps:
     def _signature(self, request: Request, inputs: Inputs) -> int:
         """Everything that may change a shape, a dtype or a gradient flag between stages."""
         self._flags = tuple(flag for stage in self.stages for flag in flags_of(stage.module))
+        return hash((request.num_microbatches, inputs.signature(), self._flags, self._autocast()))
+
+    def _autocast(self) -> str:
         kind = self.device.type
-        autocast = (torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
-        return hash((request.num_microbatches, inputs.signature(), self._flags, autocast))
+        return f"in {torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else "off"
+
+    def _modes(self) -> dict[str, Any]:
+        """What decides which collectives stages run, and on what; the same for the peers in the mesh."""
+        # the number of flags, too: peers whose modules differ, such as in a bias that one of them has, are not compared
+        return {"autocast": self._autocast(), "flags": [len(self._flags), zlib.crc32(bytes(self._flags))]}
 
     def scale_now(self) -> torch.Tensor | None:
         """The factor of the roots of this step's backward."""
