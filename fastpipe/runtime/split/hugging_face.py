@@ -42,6 +42,7 @@ class _Layout(NamedTuple):
         heads: beside the base, parts of the last stage only.
         embedding: in the base, the embedding; in a classifier's last stage, which takes token ids, it is replaced by
             hidden states.
+        tuples: whether a block returns a tuple, whose first element is the hidden states.
     """
 
     base: str
@@ -51,6 +52,7 @@ class _Layout(NamedTuple):
     everywhere: tuple[str, ...]
     heads: tuple[str, ...] = ("lm_head",)
     embedding: str = ""
+    tuples: bool = False
 
 
 _LLAMA = _Layout("model", "layers", ("embed_tokens",), ("norm",), ("rotary_emb",))
@@ -144,7 +146,7 @@ class DecoderStage(WholeNames):
             # some of them store the longest text so far
             children_of(base)[name] = copy.deepcopy(children_of(base)[name])
         blocks: Any = children_of(base)[layout.blocks]
-        own = Blocks({i - 1: blocks[i - 1] for i in layers if 0 < i <= num_blocks}, num_blocks)
+        own = Blocks({i - 1: blocks[i - 1] for i in layers if 0 < i <= num_blocks}, num_blocks, layout.tuples)
         children_of(base)[layout.blocks] = own
         whole = shallow(model)
         children_of(whole)[layout.base] = base
@@ -306,7 +308,7 @@ def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Lay
         for key, part in parts.items()
     ]
     handles.append(row[0].register_forward_pre_hook(enter))
-    handles.append(row[-1].register_forward_hook(lambda *_: calls.append(("", None))))
+    handles.append(row[-1].register_forward_hook(lambda _, __, found: calls.append(("", found))))
     try:
         run()
     finally:
@@ -330,8 +332,9 @@ def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Lay
     if not embedding:
         raise ValueError(f"model: the embedding is no part of {name}.{prefix}; pass the layers as a list")
     last_parts = tuple(key for key in parts if key in after)
+    tuples = isinstance(calls[marks[1]][1], tuple)
     found = embedding[0] if classifies else ""
-    return _Layout(prefix, blocks, before, last_parts, tuple(sorted(everywhere)), heads, found)
+    return _Layout(prefix, blocks, before, last_parts, tuple(sorted(everywhere)), heads, found, tuples)
 
 
 def _check_version() -> None:
@@ -346,16 +349,19 @@ class Blocks(nn.ModuleList):
     The model's forward iterates over it as over its own list, and gives every block its mask and positions. Only the
     hidden states between blocks are handled here.
 
+    Args:
+        tuples: whether a block returns a tuple, whose first element is the hidden states.
+
     Attributes:
         hidden: input of the next block. Before the model's forward it is the previous stage's output, None in the first
             stage; afterwards this stage's output.
     """
 
-    def __init__(self, blocks: Mapping[int, nn.Module], total: int) -> None:
+    def __init__(self, blocks: Mapping[int, nn.Module], total: int, tuples: bool) -> None:
         super().__init__()
         for number, block in blocks.items():
             self.add_module(str(number), block)
-        self._total = total
+        self._total, self._tuples = total, tuples
         self._entered = False
         self.hidden: torch.Tensor | None = None
 
@@ -385,9 +391,11 @@ class Blocks(nn.ModuleList):
         self._entered = True
         if self.hidden is None:
             self.hidden = hidden
+        found = (self.hidden, None) if self._tuples else self.hidden
         if block is not None:
-            self.hidden = block(self.hidden, *args, **kwargs)
-        return self.hidden
+            found = block(self.hidden, *args, **kwargs)
+            self.hidden = found[0] if self._tuples else found
+        return found
 
 
 class Placeholder(nn.Module):
