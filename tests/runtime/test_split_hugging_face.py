@@ -281,6 +281,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt_neox": {"hidden_dropout": 0.1},
     "bloom": {},
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
 }
 
 

@@ -34,7 +34,7 @@ class _Layout(NamedTuple):
     """The attribute names of a model's parts.
 
     Attributes:
-        base: the attribute with all but the head.
+        base: the module with all but the head; a path, where one is in another.
         blocks: in the base, the list of blocks.
         before: in the base, parts of the first stage only.
         after: in the base, parts of the last stage only.
@@ -81,7 +81,7 @@ class DecoderLayers(Layers):
         self._model = model
         self._loss = model.loss_function
         self._config = model.config
-        base = getattr(model, self._anatomy.base)
+        base = model.get_submodule(self._anatomy.base)
         self.num_blocks = len(getattr(base, self._anatomy.blocks))
         super().__init__(self.chain([layer]) for layer in range(self.num_blocks + 2))
 
@@ -138,7 +138,7 @@ class DecoderStage(WholeNames):
         super().__init__()
         self.is_first = 0 in layers
         self.is_last = num_blocks + 1 in layers
-        base = shallow(getattr(model, layout.base))
+        base = shallow(model.get_submodule(layout.base))
         for name in (*layout.before, *layout.after):
             if not (self.is_first if name in layout.before else self.is_last):
                 children_of(base)[name] = Placeholder()
@@ -148,8 +148,11 @@ class DecoderStage(WholeNames):
         blocks: Any = children_of(base)[layout.blocks]
         own = Blocks({i - 1: blocks[i - 1] for i in layers if 0 < i <= num_blocks}, num_blocks, layout.tuples)
         children_of(base)[layout.blocks] = own
-        whole = shallow(model)
-        children_of(whole)[layout.base] = base
+        whole = holder = shallow(model)
+        *outer, last = layout.base.split(".")
+        for name in outer:
+            children_of(holder)[name] = holder = shallow(children_of(holder)[name])
+        children_of(holder)[last] = base
         hidden_states: HiddenStates | None = None
         if not self.is_last:
             for name in layout.heads:
@@ -247,7 +250,7 @@ def _examine(model: Any, run: Callable[[], Any] | None) -> _Layout:
         )
     else:
         layout = _find_parts(model, run, classifies=_TASKS[task])
-    blocks = len(getattr(getattr(model, layout.base), layout.blocks))
+    blocks = len(getattr(model.get_submodule(layout.base), layout.blocks))
     if blocks != model.config.num_hidden_layers:
         raise ValueError(
             f"model has {blocks} blocks but config.num_hidden_layers = {model.config.num_hidden_layers}: set both to "
@@ -268,7 +271,7 @@ def _check_config(config: Any) -> None:
 
 
 def _check_parts(model: Any, layout: _Layout) -> None:
-    base = getattr(model, layout.base)
+    base = model.get_submodule(layout.base)
     known = {layout.blocks, *layout.before, *layout.after, *layout.everywhere}
     odd = sorted((set(children_of(base)) ^ known) | (set(children_of(model)) ^ {layout.base, *layout.heads}))
     if odd:
@@ -288,6 +291,10 @@ def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Lay
     name, prefix = type(model).__name__, model.base_model_prefix
     base: Any = children_of(model).get(prefix)
     children: dict[str, Any] = {} if base is None else children_of(base)
+    heads = tuple(key for key in children_of(model) if key != prefix)
+    while len(children) == 1 and not parameters_of(base):  # OPT's base has nothing but a decoder
+        ((key, base),) = children.items()
+        prefix, children = f"{prefix}.{key}", children_of(base)
     lists = [key for key, part in children.items() if isinstance(part, nn.ModuleList)]
     if len(lists) != 1 or not len(children[lists[0]]):
         raise ValueError(f"model: {name}.{prefix} has no single list of blocks; pass the layers as a list")
@@ -327,7 +334,6 @@ def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Lay
         if key not in after and not any(True for _ in part.parameters()) and shapes.get(key) != hidden[0].shape
     }
     before = tuple(key for key in parts if key not in after | everywhere)
-    heads = tuple(key for key in children_of(model) if key != prefix)
     embedding = [key for key, part in parts.items() if part is model.get_input_embeddings()]
     if not embedding:
         raise ValueError(f"model: the embedding is no part of {name}.{prefix}; pass the layers as a list")
@@ -401,9 +407,10 @@ class Blocks(nn.ModuleList):
 class Placeholder(nn.Module):
     """Replaces a module of another stage, whose output is not used."""
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the input if it is floating-point, else 0."""
-        return x if x.is_floating_point() else torch.zeros((), device=x.device)
+    def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the input if it may be hidden states, else 0, which can be added to them."""
+        may_be_hidden = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 2
+        return x if may_be_hidden else torch.zeros(())
 
 
 class HiddenStates(nn.Module):
