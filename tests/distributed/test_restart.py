@@ -120,8 +120,13 @@ class Layout(NamedTuple):
         return self.agents * self.processes
 
     def kills(self, moments: Sequence[str]) -> list[str]:
-        """One at each moment, of one rank after another, the last one first."""
-        return [f"{moment}:{-1 - number % self.size + self.size}" for number, moment in enumerate(moments)]
+        """One at each moment, of one rank after another, the last one first.
+
+        With two agents none at close: torchrun's rendezvous is closed by the first agent whose ranks have ended, and
+        then the other one cannot start its ranks again.
+        """
+        chosen = [moment for moment in moments if moment != "close" or self.agents == 1]
+        return [f"{moment}:{-1 - number % self.size + self.size}" for number, moment in enumerate(chosen)]
 
     def start(self, folder: Path, kills: Sequence[str]) -> list[subprocess.Popen[str]]:
         """Start the agents. Each counts its own restarts: one more if it sees a rank of the other one end."""
@@ -179,7 +184,7 @@ def write_table() -> None:
         print(rows[-1], flush=True)
     text = (
         f"One rank after another was killed at {len(MOMENTS)} moments of one run with {STEPS} steps, "
-        f"{os.cpu_count()} cores: {', '.join(MOMENTS)}\n"
+        f"{os.cpu_count()} cores: {', '.join(MOMENTS)} (with one agent)\n"
         "(the number counts the calls; step1 is the first one, step4 a later one, evaluation1 before training, "
         "evaluation9 after it).\nThe seconds are those from the kill to the end of the next step of training, start "
         "of the interpreters included.\n\n"
