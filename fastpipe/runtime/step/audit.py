@@ -151,7 +151,8 @@ def packed(tree: Any, stage: int, device: torch.device) -> torch.Tensor:
     places, end = packing.lay_out(tensors)
     text = json.dumps([[*place, tensor.device.type] for place, tensor in zip(places, tensors, strict=True)]).encode()
     block = torch.empty(packing.size_of(end, text), dtype=torch.uint8, device=device)
-    packing.pack(block, places, tensors, text)
+    packing.pack([place.memory(block) for place in places], tensors)
+    packing.write_text(block, text)
     return block
 
 
