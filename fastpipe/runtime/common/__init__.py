@@ -7,7 +7,6 @@ from fastpipe.runtime.common.devices import (
     ThreadState,
     cuda_devices,
     located,
-    process_group,
     recorded,
     time_when_idle,
     wait_until_done,
@@ -43,6 +42,7 @@ from fastpipe.runtime.common.modules import (
     walked,
     zero_grad_of,
 )
+from fastpipe.runtime.common.process_groups import process_group
 from fastpipe.runtime.common.tensors import (
     Specs,
     Tensors,
