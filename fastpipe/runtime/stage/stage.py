@@ -31,16 +31,14 @@ from fastpipe.runtime.model import (
 )
 from fastpipe.runtime.stage.all_to_all import OtherHalfError, num_calls
 from fastpipe.runtime.stage.boundary import (
-    HeldTensors,
-    ReceivedTensors,
     TreespecCache,
-    enter,
     from_tensors,
     to_tensors,
     treespec_tensor,
     treespec_text,
 )
 from fastpipe.runtime.stage.context import ActionContext, ContextFactory
+from fastpipe.runtime.stage.held import HeldTensors, ReceivedTensors, enter
 from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses, StageWork
 from fastpipe.runtime.stage.pairs import METHOD, Criterion, fuse, method_of, one_or_all
 from fastpipe.runtime.stage.random_numbers import RandomNumbers
