@@ -16,13 +16,13 @@ _PAUSE = 1e-3
 
 
 def located(device: torch.device) -> torch.device:
-    """The device with its index; default: the current device of its type.
+    """The device with its index, which a CPU has not; default: the current device of its type.
 
     Raises:
         ValueError: if there is no such device.
     """
-    if device.type in ("cpu", "meta"):
-        return device
+    if device.type == "cpu":
+        return CPU
     module = torch.get_device_module(device)
     if not module.is_available():
         raise ValueError(
