@@ -26,6 +26,7 @@ from fastpipe.runtime.common.failure import (
 )
 from fastpipe.runtime.common.guards import ForkGuard, Interrupts, ReentrancyGuard, keep_in_children
 from fastpipe.runtime.common.modules import (
+    SavedBytes,
     alias_of,
     allocate,
     by_mesh,
