@@ -268,7 +268,7 @@ class Steps:
 
     def _agree_on_inputs(self, request: Request) -> tuple[Inputs, list[Reply]]:
         """Take the inputs on every process; if one fails, all raise."""
-        error: BaseException | None = None
+        errors: list[BaseException] = []
         inputs = Inputs()
         message: Reply = {"call": _call_text(request) + self.random.call_text(self.audit is not None)}
         try:
@@ -292,10 +292,10 @@ class Steps:
                 number = self.control.step
                 compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
                 message["batch"] = batch_digests(request, inputs, compares_all)
-        except BaseException as found:  # raised again by `_agree`, after the exchange
-            error = found
+        except BaseException as error:  # raised again by `_agree`, after the exchange
+            errors.append(error)
         message["kwargs"] = inputs.given()
-        replies = self._agree(message, error, "refused its input")
+        replies = self._agree(message, errors, "refused its input")
         self._check_replies(request, replies)
         if self.ranks.pairs.way == IN_TURNS:
             usages = [RngUsage(*reply["random"]) for reply in (*replies, *self.control.elsewhere)]
@@ -318,16 +318,23 @@ class Steps:
         self.copies.equalise(initialised=True)
         self.unfilled = None
 
-    def _agree(self, message: Reply, error: BaseException | None, refusal: str) -> list[Reply]:
-        """Exchange the messages at the start; a rank that cannot start is an error on every rank."""
-        failure = None if error is None else Failure(self.control.rank, cause_text(error))
-        with self._published():
-            replies, refused = exchange_or_refuse(partial(self.control.exchange, "start"), message, failure)
-        if isinstance(error, RuntimeError):
-            # a collective within the mesh may have raised, such as that of norms, as its peer made another call
-            self._check_calls(replies)
-        if error is not None:
-            raise error
+    def _agree(self, message: Reply, errors: list[BaseException], refusal: str) -> list[Reply]:
+        """Exchange the messages at the start; a rank that cannot start is an error on every rank.
+
+        Args:
+            errors: what keeps this rank from it, if anything; cleared, as the frames that it holds have this list.
+        """
+        failure = Failure(self.control.rank, cause_text(errors[0])) if errors else None
+        try:
+            with self._published():
+                replies, refused = exchange_or_refuse(partial(self.control.exchange, "start"), message, failure)
+            if any(isinstance(error, RuntimeError) for error in errors):
+                # a collective within the mesh may have raised, such as that of norms, as its peer made another call
+                self._check_calls(replies)
+            if errors:
+                raise errors[0]
+        finally:
+            errors.clear()
         self._check_calls(replies)
         if refused is not None:
             raise refused.error(refusal)
@@ -669,12 +676,12 @@ class Steps:
         """
         with self._calls.entered(), self._exchanging():
             message: Reply = {"call": call}
-            error: BaseException | None = None
+            errors: list[BaseException] = []
             try:
                 message |= make()
-            except BaseException as found:  # raised again by `_agree`, after the exchange
-                error = found
-            replies = self._agree(message, error, f"failed in {call}")
+            except BaseException as error:  # raised again by `_agree`, after the exchange
+                errors.append(error)
+            replies = self._agree(message, errors, f"failed in {call}")
             if then is not None:
                 self.watchdog.phase = f"is in {call}"
                 then(replies)
