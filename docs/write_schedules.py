@@ -42,7 +42,7 @@ microbatch, run as one.
 | column | meaning |
 |---|---|
 | stages per rank | stages that a rank holds by default. More stages mean smaller bubbles and more transfers. |
-| bubble | idle fraction of all ranks between the first start and the last end of the step (the makespan) |
+| bubble | fraction of the makespan (first start to last end of the step) in which ranks are idle |
 | by span | the same if every rank starts its next step at once, without waiting for the others |
 | peak activations | the most that a rank holds at a time, in multiples of 1F1B's. One is held until the end of `W`. |
 | weights | copies of the model that all ranks hold together |
@@ -190,7 +190,7 @@ def _closed_forms(name: str) -> list[str]:
     for what, find in (("bubble", formulas.bubble_formula), ("peak activations", formulas.peak_formula)):
         with contextlib.suppress(ValueError):
             formula = find(name)
-            lines.append(f"* closed form of the {what}: where {formula.range} ({formula.source})")
+            lines.append(f"* closed form of the {what}, for {formula.range}: {formula.source}")
     return lines
 
 

@@ -161,7 +161,7 @@ def train(session: Session, args: argparse.Namespace, console: Console) -> None:
     while spent < 1:
         optimizer.param_groups[0]["lr"] = learning_rate(args.rate, spent)
         inputs, targets = next(batches)
-        traced = step % TRACE_EVERY == 0
+        traced = step % TRACE_EVERY == 0 or not meter.tokens
         optimizer.zero_grad()
         result = pipe.step(inputs, target=targets, trace=traced)
         pipe.clip_grad_norm_(args.clip)
@@ -176,7 +176,8 @@ def train(session: Session, args: argparse.Namespace, console: Console) -> None:
         if args.checkpoints and (step % args.save_every == 0 or spent == 1):
             path = args.checkpoints / f"step{step}"
             writing = fastpipe.save_checkpoint(path, pipe, optimizer, extra=extra, asynchronous=True, keep=2)
-    console.end_progress(meter.line(step, spent))
+    if meter.tokens:  # else the checkpoint was that of the last step
+        console.end_progress(meter.line(step, spent))
     if writing is not None:
         writing.result()  # raises if it could not be written
     if memory is not None:

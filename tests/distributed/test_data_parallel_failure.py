@@ -111,7 +111,7 @@ def test_a_replica_that_does_not_come_is_named() -> None:
     with ranks(2) as group:
         kind, text = group.run(only_one_steps, "auto")[0]
     assert kind == "StepError"
-    assert "stage 0 were not reduced within the Pipeline's timeout: another of its 2 replicas" in text
+    assert "another of the 2 replicas of stage 0 did not respond within the Pipeline's timeout" in text
     assert text.count("build a new one") == 2
 
 

@@ -38,7 +38,7 @@ from fastpipe.runtime.common import (
     walked,
     zero_grad_of,
 )
-from fastpipe.runtime.data_parallel.interface import DataParallel, same_text, wait_for
+from fastpipe.runtime.data_parallel.interface import DataParallel, same_text
 
 
 class FlatBucket:
@@ -182,19 +182,19 @@ class Average:
             for (grad, version), (before, old) in zip(now, self._used[number], strict=True)
         )
 
-    def finish(self, deadline: float) -> ReplicaReports:
+    def finish(self, wait: Callable[[Any], Any]) -> ReplicaReports:
         """Copy the averages into ``.grad``.
 
-        Raises:
-            TimeoutError: if they are not complete by the deadline.
+        Args:
+            wait: returns a future's value.
         """
-        wait_for(self._reported, deadline)
+        wait(self._reported)
         num_failed, num_skipping, num_missing, *rest = self.status.tolist()
         marks, flags = rest[:3], rest[3:]
         again, used = flags[: len(self.buckets)], flags[len(self.buckets) :]
         averages: list[torch.Tensor] = []
         for number, repeat in enumerate(again):
-            averages += self._average(number, deadline, repeat=bool(repeat))
+            averages += self._average(number, wait, repeat=bool(repeat))
         parameters = [parameter for each in self.parameters for parameter in each]
         with torch.no_grad():
             for parameter, average, count in zip(parameters, averages, used, strict=True):
@@ -203,13 +203,13 @@ class Average:
                     parameter.grad.copy_(average)
         return ReplicaReports(num_failed, num_skipping, num_missing, marks, any(again))
 
-    def _average(self, number: int, deadline: float, *, repeat: bool) -> Sequence[torch.Tensor]:
+    def _average(self, number: int, wait: Callable[[Any], Any], *, repeat: bool) -> Sequence[torch.Tensor]:
         bucket = self.buckets[number]
-        result = wait_for(self._futures[number], deadline)
+        result = wait(self._futures[number])
         if repeat:
             bucket.buffer().zero_()
             self._fill(number)
-            result = wait_for(self._run(bucket), deadline)
+            result = wait(self._run(bucket))
         bucket.set_buffer(result[0] if isinstance(result, list | tuple) else result)
         gradients: Sequence[torch.Tensor] = bucket.gradients()
         return gradients
@@ -425,18 +425,12 @@ class Replicated(DataParallel):
         """Wait for the averages, and copy them into ``.grad``."""
         running, self._running = self._running, []
         try:
-            ends = [average.finish(deadline) for average in running]
+            ends = [average.finish(lambda future: self.wait(future, deadline)) for average in running]
             num_failed = max((end.num_failed for end in ends), default=0)
             num_skipping = max((end.num_skipping for end in ends), default=0)
             cause = f"the step failed in {num_failed} of {self.num_replicas} replicas of this stage"
             if num_failed and not num_skipping:
                 cause = self.explained(cause, failure, deadline)
-        except TimeoutError as error:
-            cause = (
-                f"the gradients of stage {self.stage} were not reduced within the Pipeline's timeout: another of its "
-                f"{self.num_replicas} replicas did not respond"
-            )
-            raise FailureError(Failure(None, cause, is_fatal=True)) from error
         finally:
             self._restore([average.wrapper for average in running])
         # equal on every replica

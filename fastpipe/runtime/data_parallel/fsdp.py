@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe.runtime.common import Failure, FailureError, cause_text, listed, parameters_of, torch_private, walked
-from fastpipe.runtime.data_parallel.interface import DataParallel, wait_for
+from fastpipe.runtime.common import Failure, FailureError, listed, parameters_of, torch_private, walked
+from fastpipe.runtime.data_parallel.interface import DataParallel
 
 _HELD_BACK = {
     "post_forward_mesh_info": None,
@@ -169,14 +169,8 @@ class Sharded(DataParallel):
         broken = ""
         for group in self.groups:
             before = sums.clone()
-            try:
-                wait_for(dist.all_reduce(sums, group=group, async_op=True).get_future(), deadline)
-            except TimeoutError as error:
-                cause = f"another of the {self.num_replicas} replicas of stage {self.stage} did not respond in time"
-                raise FailureError(Failure(None, cause, is_fatal=True)) from error
-            except RuntimeError as error:
-                # a dimension such as cp ends with the stages of its mesh; replicas in the other one wait all the same
-                broken = broken or cause_text(error)
+            if ended := self.why_ended(deadline, dist.all_reduce, sums, group=group):
+                broken = broken or ended
                 sums = before
                 sums[0] += 1
         num_failed, *marks = sums.tolist()

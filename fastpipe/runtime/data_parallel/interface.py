@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe.runtime.common import children_of, listed, parameters_of
+from fastpipe.runtime.common import Failure, FailureError, cause_text, children_of, listed, parameters_of
 
 
 def same_text(text: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
@@ -42,30 +42,17 @@ _LONGEST = 2000
 """Bytes of a failure's text that other replicas get."""
 
 
-def wait_for(future: Any, deadline: float) -> Any:
-    """A future's value; `Future.wait` has no timeout."""
+def wait_for(future: Any, deadline: float, cause: str) -> Any:
+    """A future's value; `Future.wait` has no timeout.
+
+    Raises:
+        FailureError: with the cause, if it is late. It is fatal, as a running collective cannot be cancelled.
+    """
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     if not done.wait(max(0.0, deadline - time.monotonic())):
-        raise TimeoutError
+        raise FailureError(Failure(None, cause, is_fatal=True))
     return future.wait()
-
-
-def first_text(text: str, groups: Sequence[dist.ProcessGroup], device: torch.device, deadline: float) -> str:
-    """The text of the first rank of the groups that has one; empty if none has. Collective."""
-    found = text.encode()[:_LONGEST]
-    for group in groups:
-        own = torch.frombuffer(bytearray(found.ljust(_LONGEST, b"\0")), dtype=torch.uint8).to(device)
-        everywhere = [torch.empty_like(own) for _ in range(group.size())]
-        try:
-            wait_for(dist.all_gather(everywhere, own, group=group, async_op=True).get_future(), deadline)
-        except RuntimeError:  # it has ended with the stages of its mesh, and replicas may wait in the other
-            if len(groups) == 1:
-                raise
-            continue
-        texts = (bytes(other.tolist()).rstrip(b"\0") for other in everywhere)
-        found = next(filter(None, texts), b"")
-    return found.decode(errors="ignore")
 
 
 class DataParallel(ABC):
@@ -106,8 +93,36 @@ class DataParallel(ABC):
 
     def explained(self, cause: str, failure: str | None, deadline: float) -> str:
         """The cause of a failed step, with the place where another replica failed; all replicas call it."""
-        text = first_text(failure or "", self.groups, self.device, deadline)
-        return f"{cause}: {text}" if text else cause
+        found = (failure or "").encode()[:_LONGEST]
+        for group in self.groups:
+            own = torch.frombuffer(bytearray(found.ljust(_LONGEST, b"\0")), dtype=torch.uint8).to(self.device)
+            everywhere = [torch.empty_like(own) for _ in range(group.size())]
+            if self.why_ended(deadline, dist.all_gather, everywhere, own, group=group):
+                continue
+            texts = (bytes(other.tolist()).rstrip(b"\0") for other in everywhere)
+            found = next(filter(None, texts), b"")
+        return f"{cause}: {found.decode(errors='ignore')}" if found else cause
+
+    def wait(self, future: Any, deadline: float) -> Any:
+        """The value of a collective's future, for which all replicas must come by the deadline."""
+        cause = (
+            f"another of the {self.num_replicas} replicas of stage {self.stage} did not respond within the Pipeline's "
+            "timeout"
+        )
+        return wait_for(future, deadline, cause)
+
+    def why_ended(self, deadline: float, collective: Callable[..., Any], *args: Any, group: dist.ProcessGroup) -> str:
+        """Run a collective in one of the groups. If the group has ended, why; empty if the collective completed.
+
+        A group such as that of cp ends with the stages of its mesh; replicas in the other groups wait all the same.
+        """
+        try:
+            self.wait(collective(*args, group=group, async_op=True).get_future(), deadline)
+        except FailureError:
+            raise
+        except RuntimeError as error:
+            return cause_text(error)
+        return ""
 
     def prepare(self) -> None:  # noqa: B027 - most are ready as they are
         """Raise errors of the wrapper before the ranks agree on a step, when no other rank waits."""

@@ -34,7 +34,7 @@ class _Layout(NamedTuple):
     """The attribute names of a model's parts.
 
     Attributes:
-        base: the attribute with all but the head.
+        base: the module with all but the head; a path, where one is in another.
         blocks: in the base, the list of blocks.
         before: in the base, parts of the first stage only.
         after: in the base, parts of the last stage only.
@@ -42,6 +42,7 @@ class _Layout(NamedTuple):
         heads: beside the base, parts of the last stage only.
         embedding: in the base, the embedding; in a classifier's last stage, which takes token ids, it is replaced by
             hidden states.
+        tuples: whether a block returns a tuple, whose first element is the hidden states.
     """
 
     base: str
@@ -51,6 +52,7 @@ class _Layout(NamedTuple):
     everywhere: tuple[str, ...]
     heads: tuple[str, ...] = ("lm_head",)
     embedding: str = ""
+    tuples: bool = False
 
 
 _LLAMA = _Layout("model", "layers", ("embed_tokens",), ("norm",), ("rotary_emb",))
@@ -79,7 +81,7 @@ class DecoderLayers(Layers):
         self._model = model
         self._loss = model.loss_function
         self._config = model.config
-        base = getattr(model, self._anatomy.base)
+        base = model.get_submodule(self._anatomy.base)
         self.num_blocks = len(getattr(base, self._anatomy.blocks))
         super().__init__(self.chain([layer]) for layer in range(self.num_blocks + 2))
 
@@ -131,7 +133,7 @@ class DecoderStage(WholeNames):
         super().__init__()
         self.is_first = 0 in layers
         self.is_last = num_blocks + 1 in layers
-        base = shallow(getattr(model, layout.base))
+        base = shallow(model.get_submodule(layout.base))
         for name in (*layout.before, *layout.after):
             if not (self.is_first if name in layout.before else self.is_last):
                 children_of(base)[name] = Placeholder()
@@ -139,10 +141,13 @@ class DecoderStage(WholeNames):
             # some of them store the longest text so far
             children_of(base)[name] = copy.deepcopy(children_of(base)[name])
         blocks: Any = children_of(base)[layout.blocks]
-        own = Blocks({i - 1: blocks[i - 1] for i in layers if 0 < i <= num_blocks}, num_blocks)
+        own = Blocks({i - 1: blocks[i - 1] for i in layers if 0 < i <= num_blocks}, num_blocks, layout.tuples)
         children_of(base)[layout.blocks] = own
-        whole = shallow(model)
-        children_of(whole)[layout.base] = base
+        whole = holder = shallow(model)
+        *outer, last = layout.base.split(".")
+        for name in outer:
+            children_of(holder)[name] = holder = shallow(children_of(holder)[name])
+        children_of(holder)[last] = base
         hidden_states: HiddenStates | None = None
         if not self.is_last:
             for name in layout.heads:
@@ -240,7 +245,7 @@ def _examine(model: Any, run: Callable[[], Any] | None) -> _Layout:
         )
     else:
         layout = _find_parts(model, run, classifies=_TASKS[task])
-    blocks = len(getattr(getattr(model, layout.base), layout.blocks))
+    blocks = len(getattr(model.get_submodule(layout.base), layout.blocks))
     if blocks != model.config.num_hidden_layers:
         raise ValueError(
             f"model has {blocks} blocks but config.num_hidden_layers = {model.config.num_hidden_layers}: set both to "
@@ -261,7 +266,7 @@ def _check_config(config: Any) -> None:
 
 
 def _check_parts(model: Any, layout: _Layout) -> None:
-    base = getattr(model, layout.base)
+    base = model.get_submodule(layout.base)
     known = {layout.blocks, *layout.before, *layout.after, *layout.everywhere}
     odd = sorted((set(children_of(base)) ^ known) | (set(children_of(model)) ^ {layout.base, *layout.heads}))
     if odd:
@@ -281,6 +286,10 @@ def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Lay
     name, prefix = type(model).__name__, model.base_model_prefix
     base: Any = children_of(model).get(prefix)
     children: dict[str, Any] = {} if base is None else children_of(base)
+    heads = tuple(key for key in children_of(model) if key != prefix)
+    while len(children) == 1 and not parameters_of(base):  # OPT's base has nothing but a decoder
+        ((key, base),) = children.items()
+        prefix, children = f"{prefix}.{key}", children_of(base)
     lists = [key for key, part in children.items() if isinstance(part, nn.ModuleList)]
     if len(lists) != 1 or not len(children[lists[0]]):
         raise ValueError(f"model: {name}.{prefix} has no single list of blocks; pass the layers as a list")
@@ -301,7 +310,7 @@ def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Lay
         for key, part in parts.items()
     ]
     handles.append(row[0].register_forward_pre_hook(enter))
-    handles.append(row[-1].register_forward_hook(lambda *_: calls.append(("", None))))
+    handles.append(row[-1].register_forward_hook(lambda _, __, found: calls.append(("", found))))
     try:
         run()
     finally:
@@ -320,13 +329,13 @@ def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Lay
         if key not in after and not any(True for _ in part.parameters()) and shapes.get(key) != hidden[0].shape
     }
     before = tuple(key for key in parts if key not in after | everywhere)
-    heads = tuple(key for key in children_of(model) if key != prefix)
     embedding = [key for key, part in parts.items() if part is model.get_input_embeddings()]
     if not embedding:
         raise ValueError(f"model: the embedding is no part of {name}.{prefix}; pass the layers as a list")
     last_parts = tuple(key for key in parts if key in after)
+    tuples = isinstance(calls[marks[1]][1], tuple)
     found = embedding[0] if classifies else ""
-    return _Layout(prefix, blocks, before, last_parts, tuple(sorted(everywhere)), heads, found)
+    return _Layout(prefix, blocks, before, last_parts, tuple(sorted(everywhere)), heads, found, tuples)
 
 
 def _check_version() -> None:
@@ -341,16 +350,19 @@ class Blocks(nn.ModuleList):
     The model's forward iterates over it as over its own list, and gives every block its mask and positions. Only the
     hidden states between blocks are handled here.
 
+    Args:
+        tuples: whether a block returns a tuple, whose first element is the hidden states.
+
     Attributes:
         hidden: input of the next block. Before the model's forward it is the previous stage's output, None in the first
             stage; afterwards this stage's output.
     """
 
-    def __init__(self, blocks: Mapping[int, nn.Module], total: int) -> None:
+    def __init__(self, blocks: Mapping[int, nn.Module], total: int, tuples: bool) -> None:
         super().__init__()
         for number, block in blocks.items():
             self.add_module(str(number), block)
-        self._total = total
+        self._total, self._tuples = total, tuples
         self._entered = False
         self.hidden: torch.Tensor | None = None
 
@@ -380,17 +392,20 @@ class Blocks(nn.ModuleList):
         self._entered = True
         if self.hidden is None:
             self.hidden = hidden
+        found = (self.hidden, None) if self._tuples else self.hidden
         if block is not None:
-            self.hidden = block(self.hidden, *args, **kwargs)
-        return self.hidden
+            found = block(self.hidden, *args, **kwargs)
+            self.hidden = found[0] if self._tuples else found
+        return found
 
 
 class Placeholder(nn.Module):
     """Replaces a module of another stage, whose output is not used."""
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the input if it is floating-point, else 0."""
-        return x if x.is_floating_point() else torch.zeros((), device=x.device)
+    def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the input if it may be hidden states, else 0, which can be added to them."""
+        may_be_hidden = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 2
+        return x if may_be_hidden else torch.zeros(())
 
 
 class HiddenStates(nn.Module):

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from fastpipe.errors import StepError
 from fastpipe.runtime.common import (
-    Failure,
-    FailureError,
     by_mesh,
     decoded,
     dtype_name,
@@ -261,14 +259,11 @@ def _reduced(norms: torch.Tensor, order: float, group: Any, deadline: float) -> 
     is_largest = math.isinf(order)
     powers = norms if is_largest else norms**order
     work = dist.all_reduce(powers, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group, async_op=True)
-    try:
-        wait_for(work.get_future(), deadline)
-    except TimeoutError as error:
-        cause = (
-            f"the norms of gradients that {group.size()} processes share were not reduced within the Pipeline's "
-            "timeout: another of them does not clip; call clip_grad_norm_ on every rank of all replicas"
-        )
-        raise FailureError(Failure(None, cause, is_fatal=True)) from error
+    cause = (
+        f"the norms of gradients that {group.size()} processes share were not reduced within the Pipeline's timeout: "
+        "another of them does not clip; call clip_grad_norm_ on every rank of all replicas"
+    )
+    wait_for(work.get_future(), deadline, cause)
     return powers if is_largest else powers ** (1 / order)
 
 
