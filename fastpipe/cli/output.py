@@ -25,21 +25,21 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table: the first ``left`` columns flush left, numbers flush right. Plain where it is piped."""
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table: the first column flush left, numbers flush right. Plain where it is piped."""
     rows = [list(row) for row in rows]
-    if sys.stdout.isatty() and _rich_table(header, rows, left):
+    if sys.stdout.isatty() and _rich_table(header, rows):
         return
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for row in (list(header), *rows):
         cells = [
-            cell.ljust(width) if number < left else cell.rjust(width)
+            cell.rjust(width) if number else cell.ljust(width)
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
 
 
-def _rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> bool:
+def _rich_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     try:
         from rich import box
         from rich.console import Console
@@ -48,7 +48,7 @@ def _rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int)
         return False
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(header):
-        drawn.add_column(name, justify="left" if number < left else "right", no_wrap=True)
+        drawn.add_column(name, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         drawn.add_row(*row)
     console = Console(markup=False, highlight=False)

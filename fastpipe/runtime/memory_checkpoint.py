@@ -406,10 +406,8 @@ class _Image:
     def copy(self, file: _File) -> None:
         """Copy it into a file's memory."""
         if file.places != self._places:
-            file.places, file.views = self._places, [place.view(file.memory) for place in self._places]
-        with torch.no_grad():
-            for view, tensor in zip(file.views, self._tensors, strict=True):
-                view.copy_(tensor)
+            file.places, file.parts = self._places, [place.memory(file.memory) for place in self._places]
+        packing.pack(file.parts, self._tensors)
         packing.write_text(file.memory, self._text)
         header = _HEADER.pack(_MAGIC, int(bit_sum(file.memory[_START:])), self._steps, self._layout)
         file.memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -421,7 +419,7 @@ def _has_bytes(value: Any) -> bool:
 
 
 class _File:
-    """The memory of a file, and views of the tensors that were last copied into it."""
+    """The memory of a file, and the parts of it to which tensors were last copied."""
 
     def __init__(self, path: Path, size: int) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -430,7 +428,7 @@ class _File:
         finally:
             os.close(descriptor)
         self.places: Sequence[packing.PackedTensor] = ()
-        self.views: Sequence[Tensor] = ()
+        self.parts: Sequence[Tensor] = ()
 
 
 class _Slots:

@@ -41,7 +41,7 @@ def native_status() -> str:
 def _outcome() -> tuple[ModuleType | None, str]:
     """The extension, if it is loaded, and the sentence about it."""
     try:
-        record = _read_record(_PACKAGE)
+        record = _read_record()
         if obstacle := _obstacle(record, _installed_torch(), _PACKAGE):
             return _not_loaded(obstacle)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -84,8 +84,8 @@ def _obstacle(record: dict[str, Any], installed: str | None, package: Path) -> s
     return None
 
 
-def _read_record(package: Path) -> dict[str, Any]:
-    path = package / _RECORD
+def _read_record() -> dict[str, Any]:
+    path = _PACKAGE / _RECORD
     if not path.exists():
         return {}
     record: dict[str, Any] = json.loads(path.read_text())

@@ -124,19 +124,6 @@ def _is_cost(value: Any) -> bool:
     )
 
 
-def _is_limit(value: Any) -> bool:
-    numbers = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-    return value is None or (len(numbers) > 0 and all(is_number(number) and number >= 1 for number in numbers))
-
-
-def memory_limit(default: str) -> Option:
-    """The option of a limit on live stage activations, where ``default`` says what None stands for."""
-    text = (
-        f"live stage activations that a rank may hold until their W, at least 1, or one per rank; {default} by default"
-    )
-    return Option(None, text, _is_limit)
-
-
 COSTS = {
     "forward": Option(1.0, "seconds of F of a stage, at least 0, or one per rank", _is_cost),
     "backward_input": Option(1.0, "seconds of I of a stage, at least 0, or one per rank", _is_cost),

@@ -19,7 +19,7 @@ class ListScheduler:
     """Plays a step: backward before forward, lower microbatch first.
 
     Args:
-        backward: the duration of B; None for a step of forwards alone.
+        backward: the duration of B, if that of F is 1; None for a step of forwards alone.
         limit: how many activations of a stage and route may live; any number unless given.
     """
 
@@ -28,12 +28,11 @@ class ListScheduler:
         placement: Placement,
         num_microbatches: int,
         *,
-        forward: int = 1,
         backward: int | None = None,
         limit: Callable[[int], int] | None = None,
     ) -> None:
         self.placement, self.num_microbatches = placement, num_microbatches
-        self.seconds = [forward, backward or 0]
+        self.seconds = [1, backward or 0]
         self.train = backward is not None
         self.limit = None if limit is None else [limit(stage) for stage in range(placement.num_stages)]
         ranks = range(placement.num_ranks)

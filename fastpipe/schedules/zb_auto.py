@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
-from fastpipe.schedules.family import COSTS, Family, PerRank, memory_limit, per_rank
+from fastpipe.schedules.family import COSTS, Family, Option, PerRank, is_number, per_rank
 from fastpipe.schedules.words import columns_of
 
 F, I, W = range(3)
@@ -220,10 +221,22 @@ def generate(
     return Schedule("zb_auto", Placement.loop(num_ranks), num_microbatches, columns)
 
 
+def _is_limit(value: Any) -> bool:
+    numbers = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    return value is None or (len(numbers) > 0 and all(is_number(number) and number >= 1 for number in numbers))
+
+
+_LIMIT = Option(
+    None,
+    "live stage activations that a rank may hold until their W, at least 1, or one per rank; the number of ranks by "
+    "default",
+    _is_limit,
+)
+
 ZB_AUTO = Family(
     "zb_auto",
     "zero bubble searched for given costs within a limit of the activations held until W (ZB-1P: as many as ranks)",
     "any ranks and microbatches",
     generate,
-    COSTS | {"memory_limit": memory_limit("the number of ranks")},
+    COSTS | {"memory_limit": _LIMIT},
 )

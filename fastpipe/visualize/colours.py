@@ -30,7 +30,6 @@ MEANINGS: Mapping[str, str] = {
 """What the legend says."""
 
 KINDS = ("F", "B", "I", "W")
-IDLE = "#ffffff"
 CRITICAL = "#d0148c"
 """The outline of the critical path: no kind has this colour, and an outline is told by its shape."""
 

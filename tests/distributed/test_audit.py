@@ -493,6 +493,9 @@ def test_draws() -> None:
     assert max(gaps) == 43 and round(sum(gaps) / len(gaps)) == 5
     # the ranks that wait longest for their first input
     assert {(one.owner, one.auditor) for one in drawn if one is not None} == {(0, 3), (1, 3), (2, 3), (3, 2)}
+    known = weakref.ref(program)
+    del program
+    assert known() is None
 
 
 def test_one_flipped_bit_changes_a_sum() -> None:

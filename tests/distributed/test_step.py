@@ -107,6 +107,31 @@ def refuses(call: Callable[[], Any], said: str, on: int | None = None, kind: typ
         assert len(set(texts)) == 1, texts
 
 
+class Scaled(nn.Module):
+    """Hands on scales of a dtype that no header of a message has, in some steps."""
+
+    dtype = torch.float32
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x.detach().abs().to(self.dtype)
+
+
+class Unscaled(nn.Module):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x + scale.float()
+
+
+@BOTH
+@on_ranks(2)
+def test_a_dtype_that_cannot_be_sent_is_refused(executor: str) -> None:
+    pipe = pipeline(executor, stages=[nn.Linear(WIDTH, WIDTH), Scaled(), Unscaled(), nn.Linear(WIDTH, WIDTH)])
+    x, y = batch()
+    Scaled.dtype = torch.float8_e8m0fnu
+    refuses(lambda: pipe.step(x, target=y), "(?i)float8_e8m0fnu, which cannot be sent[:;] convert it", 0)
+    Scaled.dtype = torch.float32
+    assert pipe.step(x, target=y).loss is not None
+
+
 @BOTH
 @on_ranks(2)
 def test_bad_input_is_told_to_all_and_the_next_step_works(executor: str) -> None:

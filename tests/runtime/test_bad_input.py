@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fastpipe import Pipeline, StepError, make_schedule
 from fastpipe.runtime import construction
 from fastpipe.runtime.common import lost_peer
+from fastpipe.runtime.model import check_device
 from fastpipe.runtime.transport import process_group as coalesced
 from fastpipe.runtime.transport.groups import Membership
 from fastpipe.testing import Fault
@@ -82,6 +83,7 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
         r"stages\[1\]: 0.weight has no shape yet",
     ),
     "a dict with a hole": ({"stages": {0: Block()}}, "stages lacks stage 1"),
+    "a dict with no module": ({"stages": {0: Block(), 1: None}}, r"stages\[1\] is a NoneType: give an nn.Module"),
     "a dict with too much": ({"stages": {0: Block(), 1: Block(), 2: Block()}}, "stages has the key 2"),
     "stage_to_rank a dict": ({"stage_to_rank": {0: 1, 1: 0}}, "stage_to_rank = {0: 1, 1: 0}: give a list"),
     "stage_to_rank of None": ({"stage_to_rank": [None, None]}, r"stage_to_rank = \[None, None\]"),
@@ -106,6 +108,7 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
         "partition = .*stages is a function",
     ),
     "recv_lookahead": ({"recv_lookahead": -1}, "recv_lookahead = -1"),
+    "recv_lookahead a bool": ({"recv_lookahead": True}, "recv_lookahead = True: give a whole number, or 'all'"),
     "a metric without a name": ({"metrics": {1: "sum"}}, r"metrics\[1\]: metrics have names"),
     "too many ranks": ({"num_ranks": 10**9}, "num_ranks = 1000000000: there are at most 1,000,000"),
     "too many microbatches": (
@@ -129,6 +132,20 @@ def test_building(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError)) as caught:
         build(**wrong)
     assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_a_stage_on_another_device() -> None:
+    with pytest.raises(ValueError, match="weight of stage 3 is on cpu but device = cuda; move.*pass device='cpu'"):
+        check_device({2: nn.Linear(2, 2, device="meta"), 3: nn.Linear(2, 2)}, torch.device("cuda"))
+
+
+def test_a_cpu_with_an_index() -> None:
+    assert build(device="cpu:0").device == torch.device("cpu")
+
+
+def test_gathered_outputs_that_are_not_kept() -> None:
+    with pytest.raises(ValueError, match="gather_outputs: merge=False keeps no outputs"):
+        build(merge=False).eval_step(X, gather_outputs=True)
 
 
 def test_none_among_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_own_exception_then_a_good_step(schedule: str, stage: int, backward: boo
     ((rank, action),) = training.places()
     place = f"rank {rank}, stage {training.stage}, action {action}, microbatch 3"
     assert [note for note in error.__notes__ if place in note], error.__notes__
-    assert all(not queue for _, hub in transport._hubs.values() for queue in hub.queues.values())
+    assert all(not queue for hub in transport._hubs.values() for queue in hub.queues.values())
     for _ in range(3):
         training.good_step()
 

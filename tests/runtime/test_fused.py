@@ -72,6 +72,21 @@ def bad(returned: Callable[[Any, Any], Any], backward: bool = True) -> type[nn.M
     return Bad
 
 
+class Twice(Own):
+    """A layer whose method computes the loss twice."""
+
+    @classmethod
+    def overlapped_forward_backward(cls, module0: Any, inputs0: Any, criterion0: Any, *rest: Any) -> Any:
+        twice = criterion0 and (lambda *values: criterion0(*values) + criterion0(*values))
+        return super().overlapped_forward_backward(module0, inputs0, twice, *rest)
+
+
+def test_a_method_that_computes_the_loss_twice(executor: str) -> None:
+    x, y = batch()
+    with pytest.raises(ValueError, match="overlapped_forward_backward of stage 3 called its criterion twice: call it"):
+        make(layers_of(Twice, 4), "dualpipev", executor).step(x, target=y)
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

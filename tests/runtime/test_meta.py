@@ -45,7 +45,9 @@ def test_initialised_stages_train_like_the_unsplit_model(schedule: str, executor
     pipe = build(None, schedule, executor=executor, partition="parameters")
     assert num_bytes(pipe.stage_modules.values()) == 0 and "meta " in pipe.describe()
     before, optimizer = list(pipe.parameters()), sgd(pipe)
-    assert pipe.to_empty(device="cpu") is pipe
+    with pytest.raises(ValueError, match="device = 'cuda'"):
+        pipe.to_empty(device="cuda")
+    assert pipe.to_empty(device="cpu:0") is pipe
     initialise_stages(pipe)
     assert all(map(lambda a, b: a is b, before, pipe.parameters())), "an optimizer may exist already"
     assert_trains_like(pipe, whole_model(), optimizer)

@@ -12,6 +12,7 @@ from torch import nn
 import fastpipe
 from fastpipe import Pipeline, make_schedule
 from fastpipe.runtime.model.chain import Chain, Layers
+from fastpipe.runtime.transport import Loopback
 from tests.conftest import executors_in_turn
 from tests.runtime.checks import assert_same, reference_of, same_bits
 from tests.runtime.models import CASES, WIDTH, Block, squared
@@ -279,3 +280,5 @@ def test_programs_of_former_plans_are_let_go() -> None:
         pipe.replan(make_schedule(name, num_ranks=2, num_microbatches=4))
         pipe.step(x, target=y)
     assert len(pipe._steps.ranks._executors) == 1
+    assert isinstance(pipe.transport, Loopback)
+    assert len(pipe.transport._hubs) + len(pipe.transport._native_hubs) == 1

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fastpipe.visualize.colours import COLOURS, CRITICAL, IDLE, KINDS, channels, ink, luminance, shade, shades
+from fastpipe.visualize.colours import COLOURS, CRITICAL, KINDS, channels, ink, luminance, shade, shades
 
 # Machado, Oliveira and Fernandes 2009, table 1, severity 1.0: linear RGB to linear RGB.
 SIGHT = {
@@ -33,7 +33,7 @@ def lab(colour: str, sight: str) -> npt.NDArray[np.float64]:
 @pytest.mark.parametrize("num_chunks", [1, 2, 4])
 def test_kinds_are_told_apart(sight: str, num_chunks: int) -> None:
     families = {kind: [shade(kind, chunk, num_chunks) for chunk in range(num_chunks)] for kind in KINDS}
-    families |= {"comm": [COLOURS["comm"]], "idle": [IDLE]}
+    families |= {"comm": [COLOURS["comm"]], "idle": ["#ffffff"]}
     for (one, these), (other, those) in itertools.combinations(families.items(), 2):
         for a, b in itertools.product(these, those):
             assert np.linalg.norm(lab(a, sight) - lab(b, sight)) >= 18, (one, other, a, b)

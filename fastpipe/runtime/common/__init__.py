@@ -7,7 +7,6 @@ from fastpipe.runtime.common.devices import (
     ThreadState,
     cuda_devices,
     located,
-    process_group,
     recorded,
     time_when_idle,
     wait_until_done,
@@ -27,6 +26,7 @@ from fastpipe.runtime.common.failure import (
 )
 from fastpipe.runtime.common.guards import ForkGuard, Interrupts, ReentrancyGuard, keep_in_children
 from fastpipe.runtime.common.modules import (
+    SavedBytes,
     alias_of,
     allocate,
     by_mesh,
@@ -43,6 +43,7 @@ from fastpipe.runtime.common.modules import (
     walked,
     zero_grad_of,
 )
+from fastpipe.runtime.common.process_groups import process_group
 from fastpipe.runtime.common.tensors import (
     Specs,
     Tensors,

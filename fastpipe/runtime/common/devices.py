@@ -1,14 +1,12 @@
-"""Devices: a CPU or a device with streams; torch's state per thread; process groups that a user gives."""
+"""Devices: a CPU or a device with streams; torch's state per thread."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fastpipe.runtime.common.torch_private import Modes
@@ -17,39 +15,14 @@ CPU = torch.device("cpu")
 _PAUSE = 1e-3
 
 
-def process_group(given: Any, argument: str, dimension: str) -> Any:
-    """A process group that a user gives, or that of a DeviceMesh of one dimension; None stays None.
-
-    Args:
-        argument: the name of what was given.
-        dimension: an example of a mesh's dimension.
-
-    Raises:
-        TypeError: for another type.
-        ValueError: for a mesh of several dimensions.
-    """
-    if given is None or isinstance(given, dist.ProcessGroup):
-        return given
-    if not hasattr(given, "mesh_dim_names"):
-        raise TypeError(
-            f"{argument} is a {type(given).__name__}: give a process group that this process is in, or a DeviceMesh of "
-            f"one dimension, for example mesh[{dimension!r}]"
-        )
-    if given.ndim != 1:
-        raise ValueError(
-            f"{argument}: the DeviceMesh has {given.ndim} dimensions; give one of them, for example mesh[{dimension!r}]"
-        )
-    return given.get_group()
-
-
 def located(device: torch.device) -> torch.device:
-    """The device with its index; default: the current device of its type.
+    """The device with its index, which a CPU has not; default: the current device of its type.
 
     Raises:
         ValueError: if there is no such device.
     """
-    if device.type in ("cpu", "meta"):
-        return device
+    if device.type == "cpu":
+        return CPU
     module = torch.get_device_module(device)
     if not module.is_available():
         raise ValueError(

@@ -7,6 +7,7 @@ autograd converts each contribution before it adds it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -86,6 +87,30 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
         grad: Any = parameter.grad
         kinds.setdefault(grad.device_mesh if is_dtensor(grad) else None, []).append(parameter)
     return list(kinds.values())
+
+
+class SavedBytes:
+    """The bytes of storages that forwards save for their backward, without a module's own.
+
+    Attributes:
+        by_address: of each storage. What a forward returned is kept until all is counted: storages at one reused
+            address would count once.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.by_address: dict[int, int] = {}
+        self._own = {tensor.untyped_storage().data_ptr() for _, tensor in tensors_of(module)}
+
+    def counted(self) -> AbstractContextManager[None]:
+        """Context of the forwards."""
+        return torch.autograd.graph.saved_tensors_hooks(self.add, lambda tensor: tensor)
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count the tensor's storage, too."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._own:
+            self.by_address[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
 
 def on_meta(modules: Iterable[nn.Module]) -> bool:

@@ -29,17 +29,16 @@ class PackedTensor(NamedTuple):
     length: int
     requires_grad: bool
 
-    def write(self, block: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy the tensor's memory to this place."""
-        memory = tensor.detach().as_strided((self.length // tensor.itemsize,), (1,))
-        block[self.offset : self.offset + self.length].copy_(memory.view(torch.uint8))
+    def memory(self, block: torch.Tensor) -> torch.Tensor:
+        """The tensor's memory in the block, in one dimension: also what is between its elements."""
+        return block[self.offset : self.offset + self.length].view(dtype_of(self.dtype))
 
     def view(self, block: torch.Tensor) -> torch.Tensor:
         """The tensor, in the block's memory."""
         with torch.no_grad():
-            memory = block[self.offset : self.offset + self.length].view(dtype_of(self.dtype))
+            found = self.memory(block).as_strided(self.size, self.stride)
             # detached: autograd refuses changes in place of a view that was made without gradients
-            return memory.as_strided(self.size, self.stride).detach().requires_grad_(self.requires_grad)
+            return found.detach().requires_grad_(self.requires_grad)
 
     def copy(self, block: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The tensor on a device, in memory of its own: autograd sees no change of others in a change of it."""
@@ -67,11 +66,11 @@ def size_of(end: int, text: bytes) -> int:
     return end + len(text) + _LENGTH
 
 
-def pack(block: torch.Tensor, places: Sequence[PackedTensor], tensors: Sequence[torch.Tensor], text: bytes) -> None:
-    """Write tensors into a block, and a text at its end."""
-    for place, tensor in zip(places, tensors, strict=True):
-        place.write(block, tensor)
-    write_text(block, text)
+def pack(memories: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors to their `PackedTensor.memory`."""
+    with torch.no_grad():
+        for memory, tensor in zip(memories, tensors, strict=True):
+            memory.copy_(tensor.as_strided(memory.shape, (1,)))
 
 
 def write_text(block: torch.Tensor, text: bytes) -> None:
@@ -92,5 +91,5 @@ def exact_copy(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.resolve_conj().resolve_neg()
     (place,), size = lay_out([tensor])
     block = torch.empty(size, dtype=torch.uint8, device=tensor.device)
-    place.write(block, tensor)
+    pack([place.memory(block)], [tensor])
     return place.view(block)

@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -184,7 +185,7 @@ def is_recomputing() -> bool:
     Reads the call stack; needed only where a forward and a backward are fused.
     """
     recomputes = {_unpack_code(), BackwardCFunction.apply.__code__}
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code in recomputes:
             return True
@@ -607,7 +608,6 @@ PRIVATE = (
         "a recompute on the call stack",
         _FUSED,
     ),
-    Private("sys", "_getframe", "the call stack", _FUSED),
     Private("torch._C", "_len_torch_dispatch_stack _get_tracing_state _dispatch_keys", "what traces a graph", _PYTHON),
     Private("torch._C._functorch", "peek_interpreter_stack", "what transforms a graph", _PYTHON),
     Private("torch.autograd.forward_ad", "_current_level", "whether forward mode is on", _PYTHON),

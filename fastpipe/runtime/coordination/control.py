@@ -175,13 +175,16 @@ def agree(
     exchange = control.setup if part is None else functools.partial(control.exchange, part)
     try:
         failure = None if error is None else Failure(control.rank, cause_text(error))
-        replies, refused = exchange_or_refuse(exchange, own, failure)
-    except FailureError as lost:
-        if error is None:
-            raise
-        raise error from lost  # says more than the loss of another process
-    if error is not None:
-        raise error
+        try:
+            replies, refused = exchange_or_refuse(exchange, own, failure)
+        except FailureError as lost:
+            if error is None:
+                raise
+            raise error from lost  # says more than the loss of another process
+        if error is not None:
+            raise error
+    finally:
+        del error  # breaks the cycle of exception and frame
     if refused is not None:
         raise refused.error(_NOT_BUILT)
     _check_same_arguments(replies)

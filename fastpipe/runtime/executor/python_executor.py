@@ -117,11 +117,7 @@ class PythonExecutor(Executor):
         if self.failed and instruction.label:
             return
         try:
-            if instruction.label and torch_private.is_profiling():
-                with torch.profiler.record_function(instruction.label):
-                    instruction.call()
-            else:
-                instruction.call()
+            _labelled(instruction.label, instruction.call)
         except BaseException as error:  # published, and raised at the end of the step
             self._fail_at(position, error)
             if instruction.op is Op.SEND:
@@ -298,8 +294,8 @@ class _Resolver:
 
 
 def _labelled(label: str, call: Callable[[], None]) -> None:
-    """Run a backward with its own label in a profile, as it may run in another thread."""
-    if not torch_private.is_profiling():
+    """Run what has a label with it in a profile; the backward of a pair has its own, as another thread may run it."""
+    if not label or not torch_private.is_profiling():
         return call()
     with torch.profiler.record_function(label):
         call()

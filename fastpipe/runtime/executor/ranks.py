@@ -104,8 +104,7 @@ class LocalRanks:
             for rank, held in stages.items()
         }
         self.num_threads = torch.get_num_threads()
-        self._executors: dict[int, list[Executor]] = {}
-        self._programs: list[Program] = []
+        self._executors: dict[Program, list[Executor]] = {}
         self._current: Sequence[Executor] = ()
         self.failed_at: list[tuple[int, Program, int]] = []
         self._outcome = Outcome()
@@ -120,14 +119,11 @@ class LocalRanks:
 
     def has(self, program: Program) -> bool:
         """Whether a program is prepared."""
-        return id(program) in self._executors
+        return program in self._executors
 
     def prepare(self, program: Program) -> None:
         """Create a program's executors."""
-        # kept, so that its id is not reused
-        self._programs.append(program)
-        executors = [self._make_executor(program, rank) for rank in self.stages]
-        self._executors[id(program)] = executors
+        self._executors[program] = executors = [self._make_executor(program, rank) for rank in self.stages]
         self.device_events.add_checks(check for executor in executors for check in executor.checks)
 
     def _make_executor(self, program: Program, rank: int) -> Executor:
@@ -161,9 +157,10 @@ class LocalRanks:
         """
         with self._lock:
             self._outcome, self.failed_at = Outcome(), []
-            for executor in self._executors[id(program)]:
+            executors = self._executors[program]
+            for executor in executors:
                 executor.forget_failure()
-            self._current = self._executors[id(program)]
+            self._current = executors
         try:
             if error is not None:
                 self._publish(failure_of(error, self.first), error)
@@ -251,7 +248,6 @@ class LocalRanks:
         for executor in [executor for executors in self._executors.values() for executor in executors]:
             executor.close()
         self._executors.clear()
-        self._programs.clear()
         self.failed_at = []
 
     def retire(self) -> None:

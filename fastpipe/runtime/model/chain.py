@@ -301,11 +301,6 @@ class Layers(Sequence[nn.Module]):
                     "function stage_index -> module, made by layers.chain(indices)"
                 )
 
-    def layer_of(self, name: str) -> int | None:
-        """The layer of a parameter; None for an unknown name."""
-        first = name.partition(".")[0]
-        return self._names.index(first) if first in self._names else None
-
 
 def as_layers(stages: Any) -> Layers | None:
     """The layers, if a model is given as a list of them; else None."""

@@ -176,7 +176,7 @@ FROZEN = "requires_grad of "
 class StageCopies:
     """The work around a step for stages that several places hold; as it stands here, for stages held once: nothing."""
 
-    _noted: Sequence[tuple[str, torch.Tensor, int]] = ()
+    _noted: Sequence[tuple[torch.Tensor, int]] = ()
     _written = (
         "stages: the step wrote to the parameter {} (nn.Embedding(max_norm=) does, for example), and the schedule "
         "holds its stage twice: each copy followed half of the microbatches, and they differ now; load the weights "
@@ -208,16 +208,20 @@ class StageCopies:
     def before_step(self) -> None:
         """Save existing gradients, so that the step's own are separate."""
 
-    def _note(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _note(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note the version counters of parameters, at the begin of a step."""
-        self._noted = [(name, parameter, version_of(parameter)) for name, parameter in named]
+        self._noted = [(parameter, version_of(parameter)) for parameter in parameters]
+
+    def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The parameters that are noted, with the names that an error gives them."""
+        return ()
 
     def check_unwritten(self) -> None:
         """Refuse a step in which a forward has written to a parameter that several places hold: each would follow the
         microbatches that it has seen. Called when the step has run."""
-        for name, parameter, version in self._noted:
+        for parameter, version in self._noted:
             if version_of(parameter) != version:
-                raise ValueError(self._written.format(name))
+                raise ValueError(self._written.format(next(name for name, p in self._named() if p is parameter)))
 
     def after_step(self, succeeded: bool) -> None:
         """Sum the two halves, and add the saved gradients."""
@@ -320,7 +324,10 @@ class LocalCopies(StageCopies):
                 second.copy_(first)
                 second.requires_grad_(first.requires_grad)
                 torch_private.share_hooks(second, first)
-        self._note((name, p) for pair in self._stages for held in pair for name, p in held.named_parameters())
+        self._note(parameter for pair in self.parameters for parameter in pair)
+
+    def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return (named for pair in self._stages for held in pair for named in held.named_parameters())
 
     def before_step(self) -> None:
         """Save the gradients."""
@@ -361,6 +368,7 @@ class RemoteCopies(StageCopies):
         self.rank = rank
         self.stages = [(modules[s], holders[s]) for s in sorted(modules)]
         self.exchange = exchange
+        self.parameters: list[list[nn.Parameter]] = []
         self.kept: list[list[torch.Tensor | None]] = []
 
     def equalise(self, *, initialised: bool = False) -> None:
@@ -387,27 +395,30 @@ class RemoteCopies(StageCopies):
         return holders[1] if holders[0] == self.rank else holders[0]
 
     def follow(self) -> None:
-        """Nothing to update: both optimizers applied the same step to the same numbers."""
-        self._note(named for module, _ in self.stages for named in module.named_parameters())
+        """Find the parameters. Nothing to update: both optimizers applied the same step to the same numbers."""
+        self.parameters = [list(module.parameters()) for module, _ in self.stages]
+        self._note(parameter for own in self.parameters for parameter in own)
+
+    def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return (named for module, _ in self.stages for named in module.named_parameters())
 
     def before_step(self) -> None:
         """Save the gradients."""
-        self.kept = [[p.grad for p in module.parameters()] for module, _ in self.stages]
-        for module, _ in self.stages:
-            for parameter in module.parameters():
+        self.kept = [[parameter.grad for parameter in own] for own in self.parameters]
+        for own in self.parameters:
+            for parameter in own:
                 parameter.grad = None
 
     def after_step(self, succeeded: bool) -> None:
         """Swap gradients with the other holder, and sum them in the same order on both."""
-        for (module, holders), kept in zip(self.stages, self.kept, strict=True):
+        for (_, holders), own, kept in zip(self.stages, self.parameters, self.kept, strict=True):
             if succeeded:
-                self._sum(module, holders)
-            for parameter, before in zip(module.parameters(), kept, strict=True):
+                self._sum(own, holders)
+            for parameter, before in zip(own, kept, strict=True):
                 parameter.grad = accumulated(before, parameter.grad)
         self.kept = []
 
-    def _sum(self, module: nn.Module, holders: Sequence[int]) -> None:
-        parameters = list(module.parameters())
+    def _sum(self, parameters: Sequence[nn.Parameter], holders: Sequence[int]) -> None:
         kinds = torch.tensor([_kind(p.grad) for p in parameters] or [_NONE])
         own = [zero_grad_of(p) if p.grad is None else dense_grad(p.grad) for p in parameters]
         (their_kinds, *theirs) = self.exchange(self._peer(holders), [kinds, *own])

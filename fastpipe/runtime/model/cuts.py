@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastpipe.partition import partition as partition_layers
 from fastpipe.runtime.common import (
+    SavedBytes,
     cause_text,
     check_shapes,
     cuda_devices,
@@ -167,19 +168,10 @@ def _seconds(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
 
 
 def _activation_bytes(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> float:
-    found: dict[int, int] = {}
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        # kept until all is counted: storages at one reused address would count once
+    saved = SavedBytes(layer)
+    with saved.counted():
         outputs = layer(*inputs, **named)
-        total = sum(found.values())
+    total = sum(saved.by_address.values())
     del outputs
     return total
 

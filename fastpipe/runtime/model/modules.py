@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpipe.runtime.common import check_shapes, first_line, located, parameters_of, tensors_of, walked
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.model.chain import Layers, WholeNames, as_layers, check_whole_unhooked
+from fastpipe.runtime.model.chain import WholeNames, as_layers, check_whole_unhooked
 from fastpipe.runtime.model.cuts import layer_ranges
 from fastpipe.runtime.model.tied import Tie, make_ties, split_name, tied_names
 from fastpipe.runtime.model.torch_stages import TracedStage, device_of
@@ -78,19 +78,21 @@ def find_ties(
     layers = as_layers(stages)
     if layers is not None:
         ranges = layer_ranges(layers, num_stages, partition)
-        stage_of = {layer: stage for stage, part in enumerate(ranges) for layer in part}
+        parts = [dict(layers.chain(part).named_parameters(remove_duplicate=False)) for part in ranges]
         names = tied_names(layers.chain(range(len(layers))), declared)
-        return make_ties(names, lambda name: _in_layers(name, layers, stage_of))
+        return make_ties(names, lambda name: _in_parts(name, parts))
     local = nn.ModuleDict({str(stage): unwrapped(module) for stage, module in modules.items()})
     return make_ties(tied_names(local, declared), lambda name: split_name(name, num_stages))
 
 
-def _in_layers(name: str, layers: Layers, stage_of: Mapping[int, int]) -> tuple[int, str]:
-    layer = layers.layer_of(name)
-    if layer is None:
-        known = next(layers.chain(range(len(layers))).named_parameters(), ("none",))[0]
-        raise ValueError(f"tied: {name!r} names no layer; names begin with the layer's, as {known} does")
-    return stage_of[layer], name
+def _in_parts(name: str, parts: Sequence[Mapping[str, nn.Parameter]]) -> tuple[int, str]:
+    for stage, part in enumerate(parts):
+        if name in part:
+            return stage, name
+    known = [name for part in parts for name in part] or ["none"]
+    if name.partition(".")[0] in {other.partition(".")[0] for other in known}:
+        raise ValueError(f"tied: {name} is no parameter of the model")
+    raise ValueError(f"tied: {name!r} names no layer; names begin with the layer's, as {known[0]} does")
 
 
 def check_device(modules: Mapping[int, nn.Module], device: torch.device) -> None:

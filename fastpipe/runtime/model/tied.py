@@ -15,7 +15,7 @@ each later stage's shard follows the first one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -445,7 +445,10 @@ class TiedWeights(StageCopies):
         """Set the aliases before a step; they stay until `release`."""
         self._put_in()
         self.base.follow()
-        self._note((w.tie.names[0], p) for w in self.shared for p in (w.parameter, *w.aliases.values()))
+        self._note(parameter for _, parameter in self._named())
+
+    def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return ((w.tie.names[0], p) for w in self.shared for p in (w.parameter, *w.aliases.values()))
 
     def check_unwritten(self) -> None:
         """The tied weights, then the others."""

@@ -91,11 +91,6 @@ class DecoderLayers(Layers):
         self.check_unhooked(own)
         return DecoderStage(self._model, self._anatomy, self.num_blocks, own)
 
-    def layer_of(self, name: str) -> int | None:
-        """The layer of a parameter; None for an unknown name."""
-        own = [i for i, layer in enumerate(self) if name in dict(layer.named_parameters(remove_duplicate=False))]
-        return own[0] if own else None
-
     @property
     def loss_fn(self) -> Callable[[Any, torch.Tensor], torch.Tensor]:
         """The model's own loss, for ``Pipeline(loss_fn=)``. Targets are the labels, which it shifts by one.

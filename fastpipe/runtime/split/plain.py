@@ -183,11 +183,6 @@ class RowLayers(Layers):
         self.check_unhooked(own)
         return RowStage(self._model, self._row, own)
 
-    def layer_of(self, name: str) -> int | None:
-        """The layer of a parameter; None for an unknown name."""
-        own = [i for i, layer in enumerate(self) if name in dict(layer.named_parameters(remove_duplicate=False))]
-        return own[0] if own else None
-
 
 class RowStage(WholeNames):
     """Consecutive layers of a `RowLayers`.

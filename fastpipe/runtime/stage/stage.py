@@ -31,16 +31,14 @@ from fastpipe.runtime.model import (
 )
 from fastpipe.runtime.stage.all_to_all import OtherHalfError, num_calls
 from fastpipe.runtime.stage.boundary import (
-    HeldTensors,
-    ReceivedTensors,
     TreespecCache,
-    enter,
     from_tensors,
     to_tensors,
     treespec_tensor,
     treespec_text,
 )
 from fastpipe.runtime.stage.context import ActionContext, ContextFactory
+from fastpipe.runtime.stage.held import HeldTensors, ReceivedTensors, enter
 from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses, StageWork
 from fastpipe.runtime.stage.pairs import METHOD, Criterion, fuse, method_of, one_or_all
 from fastpipe.runtime.stage.random_numbers import RandomNumbers
@@ -362,17 +360,18 @@ class Stage:
     def _forward(
         self, microbatch: int, inputs: Tensors, splits: bool, run: Callable[[int, Tensors], Tensors] | None = None
     ) -> Tensors:
+        is_fused, run = run is not None, run or self.run
         if not torch.is_grad_enabled():
-            return (run or self.run)(microbatch, inputs)
+            return run(microbatch, inputs)
         caught: dict[int, torch.Tensor] = {}
         entered = tuple(enter(t, caught, i) if t.requires_grad else t for i, t in enumerate(inputs))
         weights = make_weight_gradients(self._split_report, self.fused_weight_grad) if splits else None
         if weights is None:
-            outputs = (run or self.run)(microbatch, entered)
+            outputs = run(microbatch, entered)
         else:
             try:
-                with weights.armed(backward=False, fused=run is not None):
-                    outputs = (run or self.run)(microbatch, entered)
+                with weights.armed(backward=False, fused=is_fused):
+                    outputs = run(microbatch, entered)
                 weights.split([t for t in outputs if t.requires_grad], [t for t in entered if t.requires_grad])
             except BaseException:  # raised again; before the split, graph and records form a cycle
                 weights.clear()

@@ -15,8 +15,8 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -41,6 +41,9 @@ from fastpipe.runtime.step.weight_sums import WeightSums
 
 Exchange = Callable[[int, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """``(peer, tensors, memory for the peer's) -> the peer's``; `fastpipe.runtime.transport.Transport.exchange`."""
+
+_parts: WeakKeyDictionary[Program, list[Draw]] = WeakKeyDictionary()
+"""The parts of programs that pipelines still have; see `_parts_of`."""
 
 
 class Draw(NamedTuple):
@@ -115,8 +118,7 @@ def _held(placement: Placement) -> list[tuple[int, int]]:
     return sorted({(rank, stage) for route in placement.routes for stage, rank in enumerate(route)})
 
 
-@lru_cache(maxsize=4)
-def _parts(program: Program) -> list[Draw]:
+def _parts_of(program: Program) -> list[Draw]:
     """All that a program computes, in the form in which parts of it are drawn.
 
     The auditor is the rank whose first stage is the last to get an input, as it waits for that at the begin of a step.
@@ -138,7 +140,9 @@ def draw(share: float, step: int, program: Program) -> Draw | None:
 
     Each microbatch of each stage is drawn with the probability ``share``.
     """
-    parts = _parts(program)
+    if program not in _parts:
+        _parts[program] = _parts_of(program)
+    parts = _parts[program]
     part = parts[microbatch_seed(0, step, 0, 0) % len(parts)]
     limit = share * len(parts) * 2**64
     drawn = {i: splits for i, splits in part.microbatches.items() if microbatch_seed(0, step, 1, i) < limit}
@@ -151,7 +155,8 @@ def packed(tree: Any, stage: int, device: torch.device) -> torch.Tensor:
     places, end = packing.lay_out(tensors)
     text = json.dumps([[*place, tensor.device.type] for place, tensor in zip(places, tensors, strict=True)]).encode()
     block = torch.empty(packing.size_of(end, text), dtype=torch.uint8, device=device)
-    packing.pack(block, places, tensors, text)
+    packing.pack([place.memory(block) for place in places], tensors)
+    packing.write_text(block, text)
     return block
 
 

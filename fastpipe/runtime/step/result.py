@@ -304,10 +304,8 @@ def _reduced(name: str, found: Mapping[int, torch.Tensor], count: int, weights: 
             f"loss_fn, or use metrics={{{name!r}: 'list'}}"
         )
     if rule == "mean":
-        values = [
-            scale_loss(value, None if weights.mean is None else weights.mean[i]) for i, value in enumerate(values)
-        ]
-    elif not values[0].is_floating_point() and not values[0].is_complex():
+        return _weighted_sum(found, weights.mean)
+    if not values[0].is_floating_point() and not values[0].is_complex():
         values = [value.long() for value in values]  # like torch.sum
     return sum_in_order(values)
 
@@ -319,14 +317,15 @@ def added_by_name(values: Values, weights: Weights) -> dict[str, torch.Tensor]:
         for microbatch, named in sorted(values[stage].items()):
             for name, value in named:
                 by_name.setdefault(name, {}).setdefault(microbatch, []).append(value)
-    found = {}
-    for name, by_microbatch in by_name.items():
-        shares = [
-            scale_loss(sum_in_order(by_microbatch[i]), None if weights.loss is None else weights.loss[i])
-            for i in sorted(by_microbatch)
-        ]
-        found[name] = sum_in_order(shares)
-    return found
+    return {
+        name: _weighted_sum({i: sum_in_order(added) for i, added in by_microbatch.items()}, weights.loss)
+        for name, by_microbatch in by_name.items()
+    }
+
+
+def _weighted_sum(values: Mapping[int, torch.Tensor], divisors: Sequence[float] | None) -> torch.Tensor:
+    """The sum of the shares of microbatches, in ascending order."""
+    return sum_in_order([scale_loss(values[i], divisors[i] if divisors else None) for i in sorted(values)])
 
 
 class StepResult:
@@ -372,12 +371,7 @@ class StepResult:
 
         It excludes the losses that stages added; see `added_losses`. It is on the CPU; reading it waits for the device.
         """
-        if self.losses is None:
-            return None
-        divisors = self._weights.loss
-        return sum_in_order(
-            [scale_loss(x, None if divisors is None else divisors[i]) for i, x in enumerate(self.losses)]
-        )
+        return None if self.losses is None else _weighted_sum(dict(enumerate(self.losses)), self._weights.loss)
 
     @cached_property
     def metrics(self) -> dict[str, Any]:
@@ -402,11 +396,8 @@ class StepResult:
 
         If a schedule has two routes, each of the two processes with the last stage has half of the microbatches.
         """
-        return (
-            merge([self.raw_outputs[i] for i in sorted(self.raw_outputs)], self._merge_rules)
-            if self.raw_outputs
-            else None
-        )
+        in_order = [self.raw_outputs[i] for i in sorted(self.raw_outputs)]
+        return merge(in_order, self._merge_rules) if in_order else None
 
     @cached_property
     def timeline(self) -> Timeline:

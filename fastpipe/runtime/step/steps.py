@@ -10,7 +10,6 @@ and run the step, as none has computed anything yet.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import operator
 import time
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, replace
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import torch
@@ -251,16 +250,6 @@ class Steps:
         self.random.done(request.training)
         return self._result(program, outcome, replies, weights)
 
-    def _prepare(self, request: Request, replies: Sequence[Reply]) -> Program:
-        """The program of a step, with its executors and the replicas of its stages up to date."""
-        program = self.programs.program(request.num_microbatches, not request.training)
-        if not self.ranks.has(program):
-            prepare_together(self.control, lambda: self.ranks.prepare(program))
-        if any(reply["unreduced"] for reply in replies):
-            update_replicas(self.control, self.ranks, self.stages, program)
-            self._reset_signatures()
-        return program
-
     @contextlib.contextmanager
     def _exchanging(self) -> Iterator[None]:
         """Context in which the processes are in one step; losing one ends the pipeline."""
@@ -277,79 +266,9 @@ class Steps:
             self.watchdog.end()
             self.control.end()
 
-    @contextlib.contextmanager
-    def _published(self) -> Iterator[None]:
-        """Context in which other processes may wait for this one: the agreement on a step, and from there to its end.
-
-        Executors and `_finish` report failures within a step, after which the next one works. Any other exception is
-        published at once and ends the pipeline, as the progress of the other processes is unknown.
-        """
-        try:
-            yield
-        except FailureError as error:
-            reported = self.ranks.reported
-            if error.failure.is_suspected and reported is not None and reported.is_fatal:
-                raise FailureError(reported) from error
-            raise
-        except BaseException as error:  # raised again, after it is published
-            if not self.control.is_alone:
-                failure = replace(failure_of(error, self.ranks.first), is_fatal=True)
-                self.control.publish(failure)
-                self._break(failure)
-            raise
-
-    def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
-        """Exchange the outcomes, and sum the gradients of stages that two ranks hold."""
-        self.watchdog.phase = "has run the step, and waits for the outcome of the other ranks"
-        try:
-            if outcome.failure is None:
-                self.copies.check_unwritten()
-            report = self._report(outcome, trace)
-            # a report of losses waits for the device; if a rank was lost meanwhile, its values are invalid
-            if outcome.failure is None and not self.ranks.check(outcome):
-                report = self._report(outcome, trace)
-            if self.audit is not None and request.training and outcome.failure is None:
-                report |= self.audit.report()
-        except Exception as error:  # reported as the step's failure
-            outcome.fail(error, self.ranks.first)
-            report = self._report(outcome, trace)
-        try:
-            replies = self.control.exchange("end", report)
-        except FailureError as error:
-            # on the rank that failed, its own exception says more
-            raise error from outcome.error or error.__cause__
-        if request.training and self._has_separate_grads:
-            self.copies.after_step(not _have_failed(replies))
-        return replies
-
-    def abort(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
-        """End this pipeline with a fatal failure, and raise it."""
-        note = "" if self.control.size == 1 else self.watchdog.last_report()
-        self._break(failure)
-        if cause is not None and not isinstance(cause, Exception):
-            try:
-                raise cause  # such as the SystemExit of a signal's handler, which ends the process
-            finally:  # the FailureError that is handled here holds it, and this frame, too
-                cause.__context__ = None
-                del cause
-        raise failure.error(note=note) from cause
-
-    def _break(self, failure: Failure) -> None:
-        self.broken = failure
-        self._release()
-        # another rank may wait for this one in a step
-        self.ranks.abort(failure)
-
-    def _release(self) -> None:
-        """Drop the state of a failed step."""
-        for stage in self.stages:
-            stage.end()
-        # announcements of a failed step may be incomplete or outdated
-        self.announced.clear()
-
     def _agree_on_inputs(self, request: Request) -> tuple[Inputs, list[Reply]]:
         """Take the inputs on every process; if one fails, all raise."""
-        error: BaseException | None = None
+        errors: list[BaseException] = []
         inputs = Inputs()
         message: Reply = {"call": _call_text(request) + self.random.call_text(self.audit is not None)}
         try:
@@ -373,14 +292,14 @@ class Steps:
                 number = self.control.step
                 compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
                 message["batch"] = batch_digests(request, inputs, compares_all)
-        except BaseException as found:  # raised again by `_agree`, after the exchange
-            error = found
+        except BaseException as error:  # raised again by `_agree`, after the exchange
+            errors.append(error)
         message["kwargs"] = inputs.given()
-        replies = self._agree(message, error, "refused its input")
+        replies = self._agree(message, errors, "refused its input")
         self._check_replies(request, replies)
         if self.ranks.pairs.way == IN_TURNS:
             usages = [RngUsage(*reply["random"]) for reply in (*replies, *self.control.elsewhere)]
-            self.random.elsewhere = functools.reduce(operator.or_, usages)
+            self.random.elsewhere = reduce(operator.or_, usages)
         self.copies.agreed()
         if self.unfilled is not None:
             self._use_values()
@@ -399,79 +318,23 @@ class Steps:
         self.copies.equalise(initialised=True)
         self.unfilled = None
 
-    def follow(self, programs: Programs, *, forward_only: bool) -> None:
-        """Run other programs on the same stages from the next step on."""
-        self.programs, self.forward_only = programs, forward_only
-        self.ranks.forget()
-        self._reset_signatures()
-
-    def _reset_signatures(self) -> None:
-        """Reset the cached signatures and the set of gradients that wait for W."""
-        self.announced.clear()
-        for stage in self.stages:
-            stage.has_split, stage.deferred = False, frozenset()
-
-    def all_gather(
-        self, call: str, make: Callable[[], Reply], then: Callable[[list[Reply]], None] | None = None
-    ) -> list[Reply]:
-        """Gather a message from every process, between steps.
+    def _agree(self, message: Reply, errors: list[BaseException], refusal: str) -> list[Reply]:
+        """Exchange the messages at the start; a rank that cannot start is an error on every rank.
 
         Args:
-            call: the name of the call, the same on every rank.
-            make: returns the message; an exception is an error on every rank.
-            then: called with the messages, for collective work; see `attend`.
-
-        Raises:
-            StepError: if another process failed, is dead or is silent.
-            ValueError: if the ranks make different calls.
+            errors: what keeps this rank from it, if anything; cleared, as the frames that it holds have this list.
         """
-        with self._calls.entered(), self._exchanging():
-            message: Reply = {"call": call}
-            error: BaseException | None = None
-            try:
-                message |= make()
-            except BaseException as found:  # raised again by `_agree`, after the exchange
-                error = found
-            replies = self._agree(message, error, f"failed in {call}")
-            if then is not None:
-                self.watchdog.phase = f"is in {call}"
-                then(replies)
-            return replies
-
-    def attend(self, work: Callable[[], None]) -> None:
-        """Run collective work of another library, of any duration, unless a process is lost.
-
-        Raises:
-            FailureError: if a process is lost. The work is then abandoned.
-        """
-        if self.control.is_alone:
-            return work()
-        device = self.device
-
-        def work_on_device() -> None:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            work()
-
+        failure = Failure(self.control.rank, cause_text(errors[0])) if errors else None
         try:
-            attended(work_on_device, self.control.lost, timedelta.max)
-        except FailureError:
-            raise
-        except BaseException:  # raised again, unless a lost process caused it
-            for pause in waiting(EXIT_SECONDS, self.control.lost):
-                time.sleep(pause)
-            raise
-
-    def _agree(self, message: Reply, error: BaseException | None, refusal: str) -> list[Reply]:
-        """Exchange the messages at the start; a rank that cannot start is an error on every rank."""
-        failure = None if error is None else Failure(self.control.rank, cause_text(error))
-        with self._published():
-            replies, refused = exchange_or_refuse(functools.partial(self.control.exchange, "start"), message, failure)
-        if isinstance(error, RuntimeError):
-            # a collective within the mesh may have raised, such as that of norms, as its peer made another call
-            self._check_calls(replies)
-        if error is not None:
-            raise error
+            with self._published():
+                replies, refused = exchange_or_refuse(partial(self.control.exchange, "start"), message, failure)
+            if any(isinstance(error, RuntimeError) for error in errors):
+                # a collective within the mesh may have raised, such as that of norms, as its peer made another call
+                self._check_calls(replies)
+            if errors:
+                raise errors[0]
+        finally:
+            errors.clear()
         self._check_calls(replies)
         if refused is not None:
             raise refused.error(refusal)
@@ -561,9 +424,36 @@ class Steps:
         # the number of flags, too: peers whose modules differ, such as in a bias that one of them has, are not compared
         return {"autocast": self._autocast(), "flags": [len(self._flags), zlib.crc32(bytes(self._flags))]}
 
-    def scale_now(self) -> torch.Tensor | None:
-        """The factor of the roots of this step's backward."""
-        return None if self.loss_scale is None else self.loss_scale()
+    def _prepare(self, request: Request, replies: Sequence[Reply]) -> Program:
+        """The program of a step, with its executors and the replicas of its stages up to date."""
+        program = self.programs.program(request.num_microbatches, not request.training)
+        if not self.ranks.has(program):
+            prepare_together(self.control, lambda: self.ranks.prepare(program))
+        if any(reply["unreduced"] for reply in replies):
+            update_replicas(self.control, self.ranks, self.stages, program)
+            self._reset_signatures()
+        return program
+
+    @contextlib.contextmanager
+    def _published(self) -> Iterator[None]:
+        """Context in which other processes may wait for this one: the agreement on a step, and from there to its end.
+
+        Executors and `_finish` report failures within a step, after which the next one works. Any other exception is
+        published at once and ends the pipeline, as the progress of the other processes is unknown.
+        """
+        try:
+            yield
+        except FailureError as error:
+            reported = self.ranks.reported
+            if error.failure.is_suspected and reported is not None and reported.is_fatal:
+                raise FailureError(reported) from error
+            raise
+        except BaseException as error:  # raised again, after it is published
+            if not self.control.is_alone:
+                failure = replace(failure_of(error, self.ranks.first), is_fatal=True)
+                self.control.publish(failure)
+                self._break(failure)
+            raise
 
     def _weights(self, replies: Sequence[Reply], request: Request) -> Weights:
         """The weights of the microbatches on every rank: by the target if it can be counted, otherwise by the input."""
@@ -618,6 +508,10 @@ class Steps:
         for stage in stages:
             stage.random = self.random if guards else None
 
+    def scale_now(self) -> torch.Tensor | None:
+        """The factor of the roots of this step's backward."""
+        return None if self.loss_scale is None else self.loss_scale()
+
     def _has_pairs(self, request: Request) -> bool:
         return request.training and self.programs.has_pairs(request.num_microbatches)
 
@@ -627,23 +521,29 @@ class Steps:
             return self.announced[signature]
         return len(self.announced) if len(self.announced) < _MAX_SIGNATURES else next(iter(self.announced.values()))
 
-    def _remember(self, signature: tuple[Any, ...]) -> None:
-        """Mark a signature as announced."""
-        if signature in self.announced:
-            return
-        number = self._number(signature)
-        if len(self.announced) == _MAX_SIGNATURES:
-            del self.announced[next(iter(self.announced))]
-        self.announced[signature] = number
-        if not self._has_noted_split and any(stage.has_split for stage in self.stages):
-            self._has_noted_split = True
-            warn_of_whole_weights(self.stages)
-
-    def _failed_elsewhere(self, failure: Failure) -> None:
-        """Called by the watcher: another process failed or died."""
-        self.ranks.fail(failure)
-        if failure.is_fatal:
-            self._lost(failure)
+    def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
+        """Exchange the outcomes, and sum the gradients of stages that two ranks hold."""
+        self.watchdog.phase = "has run the step, and waits for the outcome of the other ranks"
+        try:
+            if outcome.failure is None:
+                self.copies.check_unwritten()
+            report = self._report(outcome, trace)
+            # a report of losses waits for the device; if a rank was lost meanwhile, its values are invalid
+            if outcome.failure is None and not self.ranks.check(outcome):
+                report = self._report(outcome, trace)
+            if self.audit is not None and request.training and outcome.failure is None:
+                report |= self.audit.report()
+        except Exception as error:  # reported as the step's failure
+            outcome.fail(error, self.ranks.first)
+            report = self._report(outcome, trace)
+        try:
+            replies = self.control.exchange("end", report)
+        except FailureError as error:
+            # on the rank that failed, its own exception says more
+            raise error from outcome.error or error.__cause__
+        if request.training and self._has_separate_grads:
+            self.copies.after_step(not _have_failed(replies))
+        return replies
 
     def _report(self, outcome: Outcome, trace: bool) -> Reply:
         reply: Reply = {}
@@ -662,6 +562,28 @@ class Steps:
         if trace:
             reply["spans"] = pack_spans(outcome.spans)
         return reply
+
+    def _remember(self, signature: tuple[Any, ...]) -> None:
+        """Mark a signature as announced."""
+        if signature in self.announced:
+            return
+        number = self._number(signature)
+        if len(self.announced) == _MAX_SIGNATURES:
+            del self.announced[next(iter(self.announced))]
+        self.announced[signature] = number
+        if not self._has_noted_split and any(stage.has_split for stage in self.stages):
+            self._has_noted_split = True
+            warn_of_whole_weights(self.stages)
+
+    def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply], weights: Weights) -> StepResult:
+        outputs = self._outputs.outputs(replies)
+        spans = dict(outcome.spans)
+        for reply in replies:
+            spans.update(unpack_spans(reply.get("spans", {})))
+        found = {i: output for stage in self.stages for i, output in stage.work.outputs.items()}
+        for stage in self.stages:
+            stage.end()
+        return StepResult(outputs, found, self.batch.merge_rules, program, spans, weights, self.batch.metrics)
 
     def _raise_failure(self, program: Program, outcome: Outcome, replies: Sequence[Reply]) -> None:
         """Raise the step's failure, if any: the original exception on the rank of origin, StepError elsewhere."""
@@ -695,15 +617,99 @@ class Steps:
         finally:
             del error  # breaks the reference cycle of exception and frame
 
-    def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply], weights: Weights) -> StepResult:
-        outputs = self._outputs.outputs(replies)
-        spans = dict(outcome.spans)
-        for reply in replies:
-            spans.update(unpack_spans(reply.get("spans", {})))
-        found = {i: output for stage in self.stages for i, output in stage.work.outputs.items()}
+    def _failed_elsewhere(self, failure: Failure) -> None:
+        """Called by the watcher: another process failed or died."""
+        self.ranks.fail(failure)
+        if failure.is_fatal:
+            self._lost(failure)
+
+    def abort(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
+        """End this pipeline with a fatal failure, and raise it."""
+        note = "" if self.control.size == 1 else self.watchdog.last_report()
+        self._break(failure)
+        if cause is not None and not isinstance(cause, Exception):
+            try:
+                raise cause  # such as the SystemExit of a signal's handler, which ends the process
+            finally:  # the FailureError that is handled here holds it, and this frame, too
+                cause.__context__ = None
+                del cause
+        raise failure.error(note=note) from cause
+
+    def _break(self, failure: Failure) -> None:
+        self.broken = failure
+        self._release()
+        # another rank may wait for this one in a step
+        self.ranks.abort(failure)
+
+    def _release(self) -> None:
+        """Drop the state of a failed step."""
         for stage in self.stages:
             stage.end()
-        return StepResult(outputs, found, self.batch.merge_rules, program, spans, weights, self.batch.metrics)
+        # announcements of a failed step may be incomplete or outdated
+        self.announced.clear()
+
+    def follow(self, programs: Programs, *, forward_only: bool) -> None:
+        """Run other programs on the same stages from the next step on."""
+        self.programs, self.forward_only = programs, forward_only
+        self.ranks.forget()
+        self._reset_signatures()
+
+    def _reset_signatures(self) -> None:
+        """Reset the cached signatures and the set of gradients that wait for W."""
+        self.announced.clear()
+        for stage in self.stages:
+            stage.has_split, stage.deferred = False, frozenset()
+
+    def all_gather(
+        self, call: str, make: Callable[[], Reply], then: Callable[[list[Reply]], None] | None = None
+    ) -> list[Reply]:
+        """Gather a message from every process, between steps.
+
+        Args:
+            call: the name of the call, the same on every rank.
+            make: returns the message; an exception is an error on every rank.
+            then: called with the messages, for collective work; see `attend`.
+
+        Raises:
+            StepError: if another process failed, is dead or is silent.
+            ValueError: if the ranks make different calls.
+        """
+        with self._calls.entered(), self._exchanging():
+            message: Reply = {"call": call}
+            errors: list[BaseException] = []
+            try:
+                message |= make()
+            except BaseException as error:  # raised again by `_agree`, after the exchange
+                errors.append(error)
+            replies = self._agree(message, errors, f"failed in {call}")
+            if then is not None:
+                self.watchdog.phase = f"is in {call}"
+                then(replies)
+            return replies
+
+    def attend(self, work: Callable[[], None]) -> None:
+        """Run collective work of another library, of any duration, unless a process is lost.
+
+        Raises:
+            FailureError: if a process is lost. The work is then abandoned.
+        """
+        if self.control.is_alone:
+            return work()
+        device = self.device
+
+        def work_on_device() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            work()
+
+        try:
+            attended(work_on_device, self.control.lost, timedelta.max)
+        except FailureError:
+            raise
+        except BaseException:  # raised again, unless a lost process caused it
+            for pause in waiting(EXIT_SECONDS, self.control.lost):
+                time.sleep(pause)
+            raise
 
 
 def _lost(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, failure: Failure) -> None:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from fastpipe.machine import Lanes, lane_numbers
 from fastpipe.program import Program
@@ -155,21 +156,21 @@ class Loopback(Transport):
             raise ValueError(f"delay = {delay}: give seconds, at least 0")
         self.lanes = lanes
         self.delay = delay
-        self._hubs: dict[int, tuple[Program, _Hub]] = {}
-        self._native_hubs: dict[int, tuple[Program, Any]] = {}
+        self._hubs: WeakKeyDictionary[Program, _Hub] = WeakKeyDictionary()
+        self._native_hubs: WeakKeyDictionary[Program, Any] = WeakKeyDictionary()
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """See `Transport.endpoint`; the ranks of a program share a hub."""
-        _, hub = self._hubs.setdefault(id(program), (program, _Hub(program, self.lanes, self.delay)))
+        hub = self._hubs.setdefault(program, _Hub(program, self.lanes, self.delay))
         return _LoopbackEndpoint(hub, rank, timeout)
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """See `Transport.native`."""
-        if id(program) not in self._native_hubs:
+        if program not in self._native_hubs:
             lanes = lane_numbers(self.lanes, program.channels)
             channels = [tuple(map(int, channel)) for channel in program.channels]
-            self._native_hubs[id(program)] = (program, runtime.over_loopback(channels, lanes, self.delay))
-        return self._native_hubs[id(program)][1]
+            self._native_hubs[program] = runtime.over_loopback(channels, lanes, self.delay)
+        return self._native_hubs[program]
 
     def describe(self) -> str:
         """See `Transport.describe`."""

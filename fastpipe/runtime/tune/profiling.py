@@ -23,7 +23,7 @@ from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts
 from fastpipe.program import Op
-from fastpipe.runtime.common import Tensors, children_of, cuda_devices, tensor_leaves, time_when_idle
+from fastpipe.runtime.common import SavedBytes, Tensors, children_of, cuda_devices, tensor_leaves, time_when_idle
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.data_parallel import Sharded, unwrapped
 from fastpipe.runtime.model import Chain, restored, selected
@@ -163,27 +163,16 @@ class _Probe:
 
     def _held_bytes(self) -> int:
         """Bytes that a microbatch keeps alive between F and the backward."""
-        module = self.part.module
-        own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
-        found: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                found[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        inputs = self._begin()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            # keeps storages alive, so that no address is reused while counting
+        saved, inputs = SavedBytes(self.part.module), self._begin()
+        with saved.counted():
             outputs = self.part.forward(0, inputs)
         for tensor in outputs:
-            keep(tensor)
+            saved.add(tensor)
         for tensor in tensor_leaves(self.args):
             # a microbatch may be a view of the batch: not its whole storage
-            found[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+            saved.by_address[tensor.untyped_storage().data_ptr()] = tensor.nbytes
         self.outputs = () if self.part.is_last else tuple(output.detach() for output in outputs)
-        return sum(found.values())
+        return sum(saved.by_address.values())
 
 
 _SPREAD = 2.0
