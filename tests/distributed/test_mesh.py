@@ -441,6 +441,41 @@ def test_pipelines_of_a_mesh_must_be_the_same() -> None:
     assert "layers 0-2 | 3" in cut, cut
 
 
+@pytest.mark.parametrize("name", ["tp", "cp", "dp"])
+@on_ranks(4)
+def test_ranks_that_share_activations_draw_the_same_numbers(name: str) -> None:
+    """Those of another dimension have data of their own, and draw by their seeds."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", name))
+    part = mesh[name].get_local_rank()
+
+    def built(seed: int) -> Pipeline:
+        made = [nn.Sequential(Mlp(), nn.Dropout(0.5)) for _ in range(LAYERS)]
+        options = {} if name == "tp" else {"data_parallel": mesh[name]}
+        torch.manual_seed(seed)
+        return Pipeline(
+            made, "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=60, rng="per_microbatch", **options
+        )
+
+    def drawn(pipe: Pipeline) -> list[torch.Tensor]:
+        zeros: list[torch.Tensor] = []
+        for module in pipe.stage_modules.values():
+            dropout = next(inner for inner in module.modules() if isinstance(inner, nn.Dropout))
+            dropout.register_forward_hook(lambda module, args, output: zeros.append(output.detach() == 0))
+        x, y = batch(0)
+        pipe.step(x, target=y)
+        masks = [torch.empty(2, *zeros[0].shape, dtype=torch.bool) for _ in zeros]
+        for mask, zero in zip(masks, zeros, strict=True):
+            dist.all_gather(list(mask.unbind()), zero, group=mesh.get_group(name))
+        return masks
+
+    if name == "tp":
+        text = said(lambda: built(seed=part))
+        assert f"initial_seed(), is {part} here and {1 - part} at tp={1 - part}" in text, text
+    else:
+        assert not any(torch.equal(*mask) for mask in drawn(built(seed=part)))
+    assert all(torch.equal(*mask) for mask in drawn(built(seed=2)))
+
+
 @on_ranks(4)
 def test_pipelines_of_a_mesh_must_be_in_the_same_modes() -> None:
     """On four ranks: what a script sets in one of two pipelines decides which collectives their stages run."""
