@@ -319,6 +319,7 @@ class Replicated(DataParallel):
         self.stage = stage
         self.device: torch.device = wrappers[0].device
         self.groups = list(dict.fromkeys(wrapper.process_group for wrapper in wrappers))
+        self.broken = []
         self.num_replicas = max(group.size() for group in self.groups)
         self.description = f"in DistributedDataParallel over {self.num_replicas} replicas"
         self._set: list[dict[str, bool]] = []
@@ -436,6 +437,9 @@ class Replicated(DataParallel):
                 f"the gradients of stage {self.stage} were not reduced within the Pipeline's timeout: another of its "
                 f"{self.num_replicas} replicas did not respond"
             )
+            raise FailureError(Failure(None, cause, is_fatal=True)) from error
+        except RuntimeError as error:
+            cause = "; ".join([self.lost_in(group, error) for group in self.groups])
             raise FailureError(Failure(None, cause, is_fatal=True)) from error
         finally:
             self._restore([average.wrapper for average in running])

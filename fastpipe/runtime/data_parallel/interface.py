@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe.runtime.common import children_of, listed, parameters_of
+from fastpipe.runtime.common import cause_text, children_of, listed, parameters_of
 
 
 def same_text(text: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
@@ -74,6 +74,7 @@ class DataParallel(ABC):
     Attributes:
         wrapped: the wrapped modules of the stage; the wrapper handles all that is in them.
         groups: over which its collectives run, one for each dimension of the replicas' mesh.
+        broken: those of them that have lost a process.
         num_replicas: the number of processes that share the stage.
         device: where its gradients are.
         description: the wrapper, for `Pipeline.describe`.
@@ -84,6 +85,7 @@ class DataParallel(ABC):
     stage: int
     wrapped: Sequence[nn.Module]
     groups: Sequence[dist.ProcessGroup]
+    broken: list[dist.ProcessGroup]
     num_replicas: int
     device: torch.device
     description: str
@@ -108,6 +110,16 @@ class DataParallel(ABC):
         """The cause of a failed step, with the place where another replica failed; all replicas call it."""
         text = first_text(failure or "", self.groups, self.device, deadline)
         return f"{cause}: {text}" if text else cause
+
+    def lost_in(self, group: dist.ProcessGroup, error: RuntimeError) -> str:
+        """Note that a collective of a group raised; returns who may have caused that."""
+        self.broken.append(group)
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        which = f"process {others[0]}" if len(others) == 1 else f"one of the processes {others}"
+        return (
+            f"of the replicas of stage {self.stage}, {which} has exited, or has closed its connections after a "
+            f"failure: {cause_text(error)}"
+        )
 
     def prepare(self) -> None:  # noqa: B027 - most are ready as they are
         """Raise errors of the wrapper before the ranks agree on a step, when no other rank waits."""
