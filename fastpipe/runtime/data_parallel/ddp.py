@@ -433,9 +433,11 @@ class Replicated(DataParallel):
             if num_failed and not num_skipping:
                 cause = self.explained(cause, failure, deadline)
         except TimeoutError as error:
+            processes = sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
             cause = (
                 f"the gradients of stage {self.stage} were not reduced within the Pipeline's timeout: another of its "
-                f"{self.num_replicas} replicas did not respond"
+                f"{self.num_replicas} replicas, in the processes {processes}, did not respond; all must call step, and "
+                "all or none of them in no_sync (eval_step reduces nothing), or it is slow: set a longer timeout"
             )
             raise FailureError(Failure(None, cause, is_fatal=True)) from error
         except RuntimeError as error:
