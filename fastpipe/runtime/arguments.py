@@ -349,10 +349,14 @@ class Arguments:
 
 
 def _text(value: Any) -> str:
-    """The same on every rank that is given the same; functions cannot be compared."""
+    """The same on every rank that is given the same. Of functions it is the name, as their code cannot be compared."""
     if isinstance(value, Mapping):
         return str({key: _text(value[key]) for key in sorted(value, key=str)})
-    return "a function" if callable(value) else str(value)
+    if not callable(value):
+        return str(value)
+    named = value if hasattr(value, "__qualname__") else type(value)
+    # the script's module has another name in processes that multiprocessing starts
+    return f"{named.__module__}.{named.__qualname__}".replace("__mp_main__", "__main__")
 
 
 def _is_list(value: Any) -> bool:

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -111,8 +112,34 @@ def test_a_replica_that_does_not_come_is_named() -> None:
     with ranks(2) as group:
         kind, text = group.run(only_one_steps, "auto")[0]
     assert kind == "StepError"
-    assert "another of the 2 replicas of stage 0 did not respond within the Pipeline's timeout" in text
+    assert "another of the 2 replicas of stage 0, in the processes" in text
     assert text.count("build a new one") == 2
+
+
+def only_one_reduces(how: str) -> tuple[str, str]:
+    over, replica = mesh_and_replica()
+    pipe = build("ddp", "zbv", "auto", over, timeout=3.0)
+    x, target = batch(0, replica)
+    found = "", ""
+    if replica == 0:
+        found = caught(lambda: pipe.step(x, target=target))[:2]
+    elif how == "eval_step":
+        pipe.eval_step(x, target=target)
+    else:
+        with pipe.no_sync():
+            pipe.step(x, target=target)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("how", ["no_sync", "eval_step"])
+def test_a_replica_that_waits_for_others_says_what_they_may_do(how: str) -> None:
+    with ranks(4) as group:
+        for kind, text in group.run(only_one_reduces, how)[:2]:
+            assert kind == "StepError" and re.search(
+                r"of the 2 replicas of stage \d, in the processes \[\d, \d\], did not", text
+            ), text
+            assert how in text.partition("did not respond")[2], text
 
 
 def only_one_clips() -> list[tuple[str, str]]:

@@ -417,6 +417,8 @@ def test_pipelines_of_a_mesh_must_be_the_same() -> None:
         said(lambda: built(count=[4, 8][part])),
         said(lambda: built("1f1b", partition=[[2, 2], [1, 3]][part])),
         said(lambda: built(loss_reduction=("mean", len)[part])),
+        said(lambda: built(loss_reduction=(whole, len)[part])),
+        said(lambda: built(split={0: (whole, len)[part]})),
         said(lambda: built(split=(None, {0: 1, "target": 1})[part])),
         said(lambda: built(recompute=("none", "full")[part])),
         said(lambda: built(recompute=lambda stage, _: "layers" if part and stage == 1 else "none")),
@@ -441,13 +443,48 @@ def test_pipelines_of_a_mesh_must_be_the_same() -> None:
     assert "layers 0-2 | 3" in cut, cut
 
 
+@pytest.mark.parametrize("name", ["tp", "cp", "dp"])
+@on_ranks(4)
+def test_ranks_that_share_activations_draw_the_same_numbers(name: str) -> None:
+    """Those of another dimension have data of their own, and draw by their seeds."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", name))
+    part = mesh[name].get_local_rank()
+
+    def built(seed: int) -> Pipeline:
+        made = [nn.Sequential(Mlp(), nn.Dropout(0.5)) for _ in range(LAYERS)]
+        options = {} if name == "tp" else {"data_parallel": mesh[name]}
+        torch.manual_seed(seed)
+        return Pipeline(
+            made, "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=60, rng="per_microbatch", **options
+        )
+
+    def drawn(pipe: Pipeline) -> list[torch.Tensor]:
+        zeros: list[torch.Tensor] = []
+        for module in pipe.stage_modules.values():
+            dropout = next(inner for inner in module.modules() if isinstance(inner, nn.Dropout))
+            dropout.register_forward_hook(lambda module, args, output: zeros.append(output.detach() == 0))
+        x, y = batch(0)
+        pipe.step(x, target=y)
+        masks = [torch.empty(2, *zeros[0].shape, dtype=torch.bool) for _ in zeros]
+        for mask, zero in zip(masks, zeros, strict=True):
+            dist.all_gather(list(mask.unbind()), zero, group=mesh.get_group(name))
+        return masks
+
+    if name == "tp":
+        text = said(lambda: built(seed=part))
+        assert f"initial_seed(), is {part} here and {1 - part} at tp={1 - part}" in text, text
+    else:
+        assert not any(torch.equal(*mask) for mask in drawn(built(seed=part)))
+    assert all(torch.equal(*mask) for mask in drawn(built(seed=2)))
+
+
 @on_ranks(4)
 def test_pipelines_of_a_mesh_must_be_in_the_same_modes() -> None:
     """On four ranks: what a script sets in one of two pipelines decides which collectives their stages run."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     part = mesh["tp"].get_local_rank()
     x, y = batch(0)
-    weights = [len, lambda target: float(target[0, 0, 0] ** 2)][part]
+    weights = [lambda target: len(target), lambda target: float(target[0, 0, 0] ** 2)][part]  # of one name
     pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, loss_reduction=weights)
     place = f"of that at tp={1 - part}"
     assert place in (text := said(lambda: pipe.step(x, target=y))) and "loss_reduction gives other weights" in text
@@ -502,7 +539,7 @@ def test_replicas_must_be_the_same(wrap: str) -> None:
     assert says in said(lambda: built(["interleaved_1f1b", "zbv"][replica], MICROBATCHES))
     assert says in said(lambda: built("1f1b", [4, 8][replica]))
     text = said(lambda: built("1f1b", 4, loss_reduction=("mean", len)[replica]))
-    assert says in text and (not replica or "loss_reduction = a function" in text), text
+    assert says in text and (not replica or "loss_reduction = builtins.len" in text), text
     pipe = built("zbv", MICROBATCHES)
     other = make_schedule("dualpipev", num_ranks=2, num_microbatches=MICROBATCHES)
     assert says in said(lambda: pipe.replan([pipe.schedule, other][replica]))

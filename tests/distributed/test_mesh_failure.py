@@ -34,11 +34,10 @@ def failing(way: str, layers: list[nn.Module]) -> list[nn.Module]:
     ]
 
 
-def told(pipe: Pipeline, replica: int = 0, steps: int = 2) -> tuple[StepError, str]:
-    """The error of the step that fails, and of the next one."""
-    x, y = batch(replica)
-    for _ in range(steps - 1):
-        pipe.step(x, target=y)
+def told(pipe: Pipeline) -> tuple[StepError, str]:
+    """The error of the step that fails, the second, and of the next one."""
+    x, y = batch(0)
+    pipe.step(x, target=y)
     errors = []
     for _ in range(2):
         with pytest.raises(StepError) as raised:
@@ -211,34 +210,75 @@ def test_a_norm_over_the_mesh_that_a_rank_does_not_join(way: str) -> None:
                 assert kind != "RuntimeError" and any(part in text for part in says), (kind, text)
 
 
-def fails_beside_replicas(way: str, schedule: str, victim: int, kind: str) -> tuple[str, str]:
-    mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", kind, "dp_shard"))
-    shards = mesh["cp", "dp_shard"] if kind == "cp" else mesh["dp_shard"]
-    made: list[nn.Module] = [fully_shard(layer, mesh=shards) for layer in layers_of(kind, mesh)]
+def fails_beside_replicas(way: str, schedule: str, victim: int, dims: tuple[str, ...]) -> tuple[str, str]:
+    mesh = dist.init_device_mesh("cpu", (2, 2, 2) if len(dims) == 3 else (2, 4), mesh_dim_names=dims)
+    kind = next((name for name in dims if name in ("tp", "cp", "ep")), "")
+    made: list[nn.Module] = layers_of(kind, mesh) if kind else [Mlp() for _ in range(LAYERS)]
+    shards = mesh[tuple(name for name in dims if name.startswith("dp") or name == "cp")]
+    made = [fully_shard(layer, mesh=shards) for layer in made]
     if dist.get_rank() == victim:
         made = failing(way, made)
-    pipe = Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
-    error, again = told(pipe, mesh["dp_shard"].get_local_rank())
-    return str(error), again
+    pipe = Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=PATIENCE)
+    x, y = batch(mesh["dp_shard"].get_local_rank())
+    texts = []
+    pipe.step(x, target=y)
+    for _ in range(2 if kind else 1):
+        with pytest.raises((StepError, ArithmeticError, RuntimeError)) as raised:
+            pipe.step(x, target=y)
+        texts.append(str(raised.value))
+    return texts[0], texts[-1]
 
 
 @pytest.mark.parametrize(
-    ("way", "schedule", "kind"), [(FORWARD, "zbv", "tp"), (FORWARD, "1f1b", "cp"), (KILL, "1f1b", "tp")]
+    ("way", "schedule", "kind"),
+    [(FORWARD, "zbv", "tp"), (FORWARD, "1f1b", "cp"), (KILL, "1f1b", "tp"), (BACKWARD, "dualpipev", "ep")],
 )
 def test_a_failure_reaches_the_replicas_of_the_mesh(way: str, schedule: str, kind: str) -> None:
     """Of cp, stages and the wrapper use one group, which ends; the wrapper's other one does not."""
     skip_without_native()
     victim = 6  # the second of two ranks, tp=1 or cp=1, of the first replica
     with ranks(8) as group:
-        group.start(fails_beside_replicas, way, schedule, victim, kind)
+        group.start(fails_beside_replicas, way, schedule, victim, ("pp", kind, "dp_shard"))
         living = [rank for rank in range(8) if way != KILL or rank != victim]
         for rank, (text, again) in zip(living, group.results(living), strict=True):
             assert text == again
             if rank % 2 == 0:
                 assert f"rank 1 of the pipeline at {kind}=1" in text
                 assert ("its process died" if way == KILL else "a wrong number") in text
-            elif way == FORWARD:
+            elif way != KILL:
                 assert "REDUCE_GRAD: the step failed in another of the replicas" in text
                 assert f"rank 1 of the pipeline at {kind}=1, stage " in text and "a wrong number" in text, text
             else:
                 assert "REDUCE_GRAD" in text, text
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_failure_ends_the_dimension_over_which_stages_are_sharded(schedule: str) -> None:
+    """The wrapper reduces over cp first, which has ended, and replicas in the other dimension wait for its average."""
+    skip_without_native()
+    victim = 6  # cp=0 of the second replica
+    with ranks(8) as group:
+        answers = group.run(fails_beside_replicas, FORWARD, schedule, victim, ("pp", "dp_shard", "cp"))
+        for rank, (text, again) in enumerate(answers):
+            assert text == again and "rank 1 of the pipeline at cp=0, stage 1, action 1F2" in text, text
+            assert ("REDUCE_GRAD: the step failed in another of the replicas" in text) == (rank % 4 < 2), text
+
+
+@pytest.mark.parametrize(
+    ("dims", "neighbours"),
+    [(("pp", "dp_replicate", "dp_shard"), (0, 3, 4, 7)), (("pp", "dp_shard"), (0, 1, 3, 4, 5, 7))],
+)
+def test_a_death_reaches_all_replicas(dims: tuple[str, ...], neighbours: tuple[int, ...]) -> None:
+    """Some wait in a ring for a replica that has noticed, others in the other dimension for one that has failed."""
+    skip_without_native()
+    victim, living = 6, [0, 1, 2, 3, 4, 5, 7]
+    with ranks(8) as group:
+        group.start(fails_beside_replicas, KILL, "zbv", victim, dims)
+        for rank, (text, _) in zip(living, group.results(living), strict=True):
+            if rank == 2:
+                assert "rank 1: its process died" in text, text
+            elif rank in neighbours:
+                says = "process 6 has exited" if len(dims) == 3 else "one of the processes ["
+                assert "REDUCE_GRAD: of the replicas of stage " in text and says in text, (rank, text)
+            else:
+                assert "REDUCE_GRAD: the step failed in another of the replicas" in text, (rank, text)

@@ -459,6 +459,17 @@ def fsdp_context(root: Any) -> Any:
     return root._state_ctx
 
 
+def join_fsdp_replicas(group: Any) -> None:
+    """Send zeros where `post_backward` of a parameter group averages over a mesh's second dimension."""
+    replicas = getattr(group.mesh_info, "replicate_process_group", None)
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    if replicas is not None and trained:
+        # the message of the other replicas has the shards of all gradients, with their padding
+        length = sum(p._sharded_param_data.numel() for p in trained)
+        dtype = trained[0].reduce_dtype or trained[0].param_dtype or trained[0].sharded_param.dtype
+        dist.all_reduce(torch.zeros(length, dtype=dtype, device=group.device), group=replicas)
+
+
 def end_fsdp_backward(root: Any) -> None:
     """Wait for the gradients, as at the end of a backward."""
     root._root_post_backward_final_callback()
@@ -658,8 +669,8 @@ PRIVATE = (
     ),
     Private(
         f"{_FSDP}._fsdp_param.FSDPParam",
-        "sharded_param _unsharded_param reduce_dtype unsharded_accumulated_grad accumulate_unsharded_grad_if_needed "
-        "to_accumulated_grad_if_needed",
+        "sharded_param _sharded_param_data _unsharded_param param_dtype reduce_dtype unsharded_accumulated_grad "
+        "accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed",
         "gradients of gathered parameters",
         _SHARDED,
     ),

@@ -188,7 +188,7 @@ def agree(
     if refused is not None:
         raise refused.error(_NOT_BUILT)
     _check_same_arguments(replies)
-    _check_mesh(replies, control.elsewhere)
+    _check_mesh(control.pipeline, replies, control.elsewhere)
     return made, replies
 
 
@@ -277,12 +277,23 @@ def _check_same_arguments(replies: Sequence[Reply]) -> None:
         )
 
 
-def _check_mesh(replies: Sequence[Reply], elsewhere: Sequence[Reply]) -> None:
+def without_tp(pipeline: str) -> str:
+    """Where pipelines are that get the same batch: those that differ in the mesh's ``tp``, which the docs promise."""
+    return ", ".join(part for part in pipeline.split(", ") if not part.startswith("tp="))
+
+
+def _check_mesh(here: str, replies: Sequence[Reply], elsewhere: Sequence[Reply]) -> None:
     """Refuse pipelines of a mesh that differ: collectives within their stages would not match."""
     for number, reply in enumerate(elsewhere):
         same_rank = replies[number % len(replies)]
         own, theirs = (found["arguments"] | found.get("own", {}) for found in (same_rank, reply))
         pipeline = reply["pipeline"]
+        if without_tp(pipeline) == without_tp(here) and reply["seed"] != same_rank["seed"]:
+            raise ValueError(
+                f"rng = 'per_microbatch': the seed, torch.initial_seed(), is {same_rank['seed']} here and "
+                f"{reply['seed']} at {pipeline}, whose activations are the same: pass the same rng on every rank of "
+                "tp, and call torch.manual_seed with the same number before"
+            )
         for name in dict.fromkeys([*own, *theirs]):
             if own.get(name) == theirs.get(name):
                 continue

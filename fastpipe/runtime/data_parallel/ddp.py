@@ -319,6 +319,7 @@ class Replicated(DataParallel):
         self.stage = stage
         self.device: torch.device = wrappers[0].device
         self.groups = list(dict.fromkeys(wrapper.process_group for wrapper in wrappers))
+        self.broken = []
         self.num_replicas = max(group.size() for group in self.groups)
         self.description = f"in DistributedDataParallel over {self.num_replicas} replicas"
         self._set: list[dict[str, bool]] = []
@@ -431,6 +432,11 @@ class Replicated(DataParallel):
             cause = f"the step failed in {num_failed} of {self.num_replicas} replicas of this stage"
             if num_failed and not num_skipping:
                 cause = self.explained(cause, failure, deadline)
+        except FailureError:
+            raise
+        except RuntimeError as error:
+            cause = "; ".join([self.lost_in(group, error) for group in self.groups])
+            raise FailureError(Failure(None, cause, is_fatal=True)) from error
         finally:
             self._restore([average.wrapper for average in running])
         # equal on every replica

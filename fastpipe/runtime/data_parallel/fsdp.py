@@ -59,6 +59,7 @@ class Sharded(DataParallel):
         meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
         self.device: torch.device = self._groups[0].device
         self.groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+        self.broken = []
         self.num_replicas = max(int(mesh.size()) for mesh in meshes)
         self.description = f"sharded by fully_shard over {self.num_replicas} replicas"
         self._flags: list[tuple[Any, dict[str, Any]]] = []
@@ -149,6 +150,13 @@ class Sharded(DataParallel):
     def finish(self, failure: str | None, deadline: float) -> None:
         """Wait for the shards' gradients, and leave the parameters sharded, as between steps."""
         begun, self._begun = self._begun, False
+        try:
+            self._end_backward()
+        finally:
+            if begun:  # other replicas wait, also if that raises
+                self._compare(failure, deadline)
+
+    def _end_backward(self) -> None:
         for context, _ in self._last:
             context.is_last_backward = True
         for root in self._roots():
@@ -160,8 +168,6 @@ class Sharded(DataParallel):
             _set(group, flags)
         for context, last in self._last:
             context.is_last_backward = last
-        if begun:
-            self._compare(failure, deadline)
 
     def _compare(self, failure: str | None, deadline: float) -> None:
         """Raise unless all replicas completed the same step."""
@@ -175,11 +181,11 @@ class Sharded(DataParallel):
                 sums[0] += 1
         num_failed, *marks = sums.tolist()
         cause = self.why_not_same(*marks)
-        if num_failed:
+        if num_failed and len(self.broken) < len(self.groups):
             cause = self.explained(
                 "the step failed in another of the replicas that share this stage", failure, deadline
             )
-        if failure is None and (broken or cause):
+        if broken or (cause and failure is None):
             raise FailureError(Failure(None, broken or cause, is_fatal=bool(broken)))
 
     def _of(self, parameter: nn.Parameter) -> Any:
@@ -221,11 +227,18 @@ class Sharded(DataParallel):
 
 
 def _reduce(group: Any, flags: Mapping[str, Any], failed: bool) -> None:
-    group.wait_for_unshard()
-    _set(group, flags)
-    if failed:
-        _complete(group)
-    group.post_backward()
+    try:
+        group.wait_for_unshard()
+        _set(group, flags)
+        if failed:
+            _complete(group)
+        group.post_backward()
+    except Exception:  # raised again
+        # the first dimension of a mesh has lost a process, and replicas in the second one wait all the same
+        if flags["all_reduce_grads"]:
+            with contextlib.suppress(RuntimeError):
+                torch_private.join_fsdp_replicas(group)
+        raise
 
 
 def _complete(group: Any) -> None:

@@ -42,7 +42,7 @@ _LONGEST = 2000
 """Bytes of a failure's text that other replicas get."""
 
 
-def wait_for(future: Any, deadline: float, cause: str) -> Any:
+def wait_for(future: Any, deadline: float, cause: Callable[[], str]) -> Any:
     """A future's value; `Future.wait` has no timeout.
 
     Raises:
@@ -51,7 +51,7 @@ def wait_for(future: Any, deadline: float, cause: str) -> Any:
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     if not done.wait(max(0.0, deadline - time.monotonic())):
-        raise FailureError(Failure(None, cause, is_fatal=True))
+        raise FailureError(Failure(None, cause(), is_fatal=True))
     return future.wait()
 
 
@@ -61,6 +61,7 @@ class DataParallel(ABC):
     Attributes:
         wrapped: the wrapped modules of the stage; the wrapper handles all that is in them.
         groups: over which its collectives run, one for each dimension of the replicas' mesh.
+        broken: those of them that have lost a process.
         num_replicas: the number of processes that share the stage.
         device: where its gradients are.
         description: the wrapper, for `Pipeline.describe`.
@@ -71,6 +72,7 @@ class DataParallel(ABC):
     stage: int
     wrapped: Sequence[nn.Module]
     groups: Sequence[dist.ProcessGroup]
+    broken: list[dist.ProcessGroup]
     num_replicas: int
     device: torch.device
     description: str
@@ -97,7 +99,9 @@ class DataParallel(ABC):
         for group in self.groups:
             own = torch.frombuffer(bytearray(found.ljust(_LONGEST, b"\0")), dtype=torch.uint8).to(self.device)
             everywhere = [torch.empty_like(own) for _ in range(group.size())]
-            if self.why_ended(deadline, dist.all_gather, everywhere, own, group=group):
+            if ended := self.why_ended(deadline, dist.all_gather, everywhere, own, group=group):
+                if len(self.groups) == 1:
+                    raise FailureError(Failure(None, ended, is_fatal=True))
                 continue
             texts = (bytes(other.tolist()).rstrip(b"\0") for other in everywhere)
             found = next(filter(None, texts), b"")
@@ -105,11 +109,15 @@ class DataParallel(ABC):
 
     def wait(self, future: Any, deadline: float) -> Any:
         """The value of a collective's future, for which all replicas must come by the deadline."""
-        cause = (
-            f"another of the {self.num_replicas} replicas of stage {self.stage} did not respond within the Pipeline's "
-            "timeout"
+        return wait_for(future, deadline, self._why_late)
+
+    def _why_late(self) -> str:
+        processes = sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
+        return (
+            f"another of the {self.num_replicas} replicas of stage {self.stage}, in the processes {processes}, did not "
+            "respond within the Pipeline's timeout; all must call step, and all or none of them in no_sync (eval_step "
+            "reduces nothing), or it is slow: set a longer timeout"
         )
-        return wait_for(future, deadline, cause)
 
     def why_ended(self, deadline: float, collective: Callable[..., Any], *args: Any, group: dist.ProcessGroup) -> str:
         """Run a collective in one of the groups. If the group has ended, why; empty if the collective completed.
@@ -121,8 +129,18 @@ class DataParallel(ABC):
         except FailureError:
             raise
         except RuntimeError as error:
-            return cause_text(error)
+            return self.lost_in(group, error)
         return ""
+
+    def lost_in(self, group: dist.ProcessGroup, error: RuntimeError) -> str:
+        """Note that a collective of a group raised; returns who may have caused that."""
+        self.broken.append(group)
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        which = f"process {others[0]}" if len(others) == 1 else f"one of the processes {others}"
+        return (
+            f"of the replicas of stage {self.stage}, {which} has exited, or has closed its connections after a "
+            f"failure: {cause_text(error)}"
+        )
 
     def prepare(self) -> None:  # noqa: B027 - most are ready as they are
         """Raise errors of the wrapper before the ranks agree on a step, when no other rank waits."""

@@ -33,7 +33,7 @@ from fastpipe.runtime.executor.events import DeviceEvents
 from fastpipe.runtime.executor.executor import Executor, NativeExecutor, Seconds
 from fastpipe.runtime.executor.python_executor import PythonExecutor
 from fastpipe.runtime.stage import PairCounts, PairPolicy, Stage
-from fastpipe.runtime.transport import MeshGroups, Transport
+from fastpipe.runtime.transport import MeshGroups, Transport, leave_groups
 
 Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
 """Start and end of every instruction, by rank."""
@@ -189,9 +189,7 @@ class LocalRanks:
                         held[instruction.stage].run_collective(instruction.op, True)
             except Exception as error:  # published, and the step's outcome
                 self._publish(Failure(rank, cause_text(error), is_fatal=True), error)
-            deadline = time.monotonic() + self.timeout
-            for stage, parallel in found:
-                self._await_replicas(rank, stage, parallel, "", deadline)
+            self._await_replicas(rank, found, "")
         self._outcome = Outcome()
         return outcome
 
@@ -284,14 +282,14 @@ class LocalRanks:
             self._run_one(executor, *how)
 
     def _run_one(self, executor: Executor, *how: Any) -> None:
-        replicated = [(stage, stage.parallel) for stage in executor.stages.values() if stage.parallel is not None]
-        for stage, parallel in replicated:
-            parallel.begin(stage.work.reduces and torch.is_grad_enabled(), executor.program.num_microbatches)
+        stages = executor.stages.values()
+        replicated = [(stage.index, stage.parallel) for stage in stages if stage.parallel is not None]
+        for index, parallel in replicated:
+            reduces = executor.stages[index].work.reduces and torch.is_grad_enabled()
+            parallel.begin(reduces, executor.program.num_microbatches)
         spans = self._run_program(executor, *how)
-        deadline = time.monotonic() + self.timeout
-        for stage, parallel in replicated:
-            failure = self._failure_text() if spans is None else None
-            self._await_replicas(executor.rank, stage.index, parallel, failure, deadline)
+        if replicated:
+            self._await_replicas(executor.rank, replicated, self._failure_text() if spans is None else None)
 
     def _run_program(self, executor: Executor, *how: Any) -> tuple[Seconds, Seconds] | None:
         """The times, or None if the step failed on any rank."""
@@ -314,16 +312,18 @@ class LocalRanks:
             time.sleep(pause)
         return ""
 
-    def _await_replicas(
-        self, rank: int, stage: int, parallel: DataParallel, failure: str | None, deadline: float
-    ) -> None:
-        """Wait for the reductions of a stage; if they fail, the pipeline cannot continue."""
-        try:
-            parallel.finish(failure, deadline)
-        except Exception as error:  # published, and the step's outcome
-            is_fatal = not isinstance(error, FailureError) or error.failure.is_fatal
-            action = f"{stage}{Op.REDUCE_GRAD.name}"
-            self._publish(Failure(rank, cause_text(error), stage, action, is_fatal=is_fatal), error)
+    def _await_replicas(self, rank: int, replicated: Sequence[tuple[int, DataParallel]], failure: str | None) -> None:
+        """Wait for the reductions of stages, given by index; if they fail, the pipeline cannot continue."""
+        deadline = time.monotonic() + self.timeout
+        for stage, parallel in replicated:
+            try:
+                parallel.finish(failure, deadline)
+            except Exception as error:  # published, and the step's outcome
+                is_fatal = not isinstance(error, FailureError) or error.failure.is_fatal
+                action = f"{stage}{Op.REDUCE_GRAD.name}"
+                self._publish(Failure(rank, cause_text(error), stage, action, is_fatal=is_fatal), error)
+        # in a ring some replicas wait for this one, and not for the process that is lost
+        leave_groups(dict.fromkeys(group for _, parallel in replicated for group in parallel.broken), self.device)
 
     def _failed(self, program: Program, rank: int, position: int, error: BaseException) -> None:
         """Called by an executor at once, before it drains."""

@@ -259,10 +259,13 @@ def _reduced(norms: torch.Tensor, order: float, group: Any, deadline: float) -> 
     is_largest = math.isinf(order)
     powers = norms if is_largest else norms**order
     work = dist.all_reduce(powers, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group, async_op=True)
-    cause = (
-        f"the norms of gradients that {group.size()} processes share were not reduced within the Pipeline's timeout: "
-        "another of them does not clip; call clip_grad_norm_ on every rank of all replicas"
-    )
+
+    def cause() -> str:
+        return (
+            f"the norms of gradients that {group.size()} processes share were not reduced within the Pipeline's "
+            "timeout: another of them does not clip; call clip_grad_norm_ on every rank of all replicas"
+        )
+
     wait_for(work.get_future(), deadline, cause)
     return powers if is_largest else powers ** (1 / order)
 

@@ -38,7 +38,7 @@ from fastpipe.runtime.common import (
     set_grad_dtype,
     waiting,
 )
-from fastpipe.runtime.coordination import Control, Cores, Reply, exchange_or_refuse, prepare_together
+from fastpipe.runtime.coordination import Control, Cores, Reply, exchange_or_refuse, prepare_together, without_tp
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
 from fastpipe.runtime.model import StageCopies, Unfilled, check_changes, flags_of
 from fastpipe.runtime.stage import IN_TURNS, NoLoss, RandomNumbers, RngUsage, Stage, StageWork
@@ -363,7 +363,7 @@ class Steps:
         for pipeline, own in pipelines.items():
             place = f" at {pipeline}" if pipeline != self.control.pipeline else ""
             found = {f"{rank}{place}": reply.get("batch", {}) for rank, reply in enumerate(own)}
-            batches.setdefault(_without_tp(pipeline), {}).update(found)
+            batches.setdefault(without_tp(pipeline), {}).update(found)
         for same in batches.values():
             check_batches(same)
         self._check_peers(replies)
@@ -379,7 +379,7 @@ class Steps:
                     f"autocast is {own['autocast']} here and {other['autocast']} there, {place}: enter the same "
                     "on every rank"
                 )
-            if _without_tp(pipeline) != _without_tp(self.control.pipeline):
+            if without_tp(pipeline) != without_tp(self.control.pipeline):
                 continue
             if own["flags"][0] == other["flags"][0] and own["flags"] != other["flags"]:
                 raise ValueError(
@@ -721,11 +721,6 @@ def _lost(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, f
 
 def _have_failed(replies: Sequence[Reply]) -> bool:
     return any("failure" in reply for reply in replies)
-
-
-def _without_tp(pipeline: str) -> str:
-    """Where pipelines are that get the same batch: those that differ in the mesh's ``tp``, which the docs promise."""
-    return ", ".join(part for part in pipeline.split(", ") if not part.startswith("tp="))
 
 
 def _call_text(request: Request) -> str:

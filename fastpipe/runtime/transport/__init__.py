@@ -7,7 +7,14 @@ Uses: `coordination` (which ranks share a host), `common`.
 
 from __future__ import annotations
 
-from fastpipe.runtime.transport.groups import Membership, MeshGroups, membership, ranks_per_host, side_group
+from fastpipe.runtime.transport.groups import (
+    Membership,
+    MeshGroups,
+    leave_groups,
+    membership,
+    ranks_per_host,
+    side_group,
+)
 from fastpipe.runtime.transport.loopback import Loopback
 from fastpipe.runtime.transport.process_group import ProcessGroups
 from fastpipe.runtime.transport.selection import CHOICES, select_transport

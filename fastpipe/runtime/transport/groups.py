@@ -282,15 +282,24 @@ class MeshGroups:
 
     def leave(self) -> None:
         """After `abort`, in the thread that runs the stages and outside of any: close the connections of Gloo."""
-        runtime: Any = native.load()
-        if not self._failed or self._device.type != "cpu" or runtime is None:
-            return
-        groups, self._groups = self._groups, []
-        for group in groups:
-            backend = [torch_private.backend_for(group, self._device)]
-            runtime.drop_backends(group)
-            # dropped in a thread: its end waits for its own threads, which may still serve peers
-            aside([backend.clear], "fastpipe-leave")
+        if self._failed:
+            groups, self._groups = self._groups, []
+            leave_groups(groups, self._device)
+
+
+def leave_groups(groups: Iterable[Any], device: torch.device) -> None:
+    """Close this process's connections of Gloo, so that peers that wait in these groups get an error."""
+    runtime: Any = native.load()
+    if device.type != "cpu" or runtime is None:
+        return
+    for group in groups:
+        try:
+            backend = [torch_private.backend_for(group, device)]
+        except RuntimeError:  # left before
+            continue
+        runtime.drop_backends(group)
+        # dropped in a thread: its end waits for its own threads, which may still serve peers
+        aside([backend.clear], "fastpipe-leave")
 
 
 def _name_of(dimension: str, group: Any) -> tuple[str, tuple[int, ...]]:
