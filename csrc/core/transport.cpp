@@ -69,8 +69,8 @@ void SpecBook::learn_or_check(std::size_t position, const Payload& payload, cons
   throw ArgumentError(
       program.place(position) + ": expected " + at(position).text() + ", as in the first step with this input, found " +
       payload.spec()->text() +
-      "; what a stage sends may change only together with the step's input: pad it to one shape, or cut "
-      "the model so that who makes it and who takes it are in one stage");
+      "; what a stage sends may change only together with the step's input: pad it to one shape, let it always or "
+      "never require a gradient, or cut the model so that who makes it and who takes it are in one stage");
 }
 
 void SpecBook::close(bool complete) {

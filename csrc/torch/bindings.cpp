@@ -211,11 +211,13 @@ class PythonActionContext {
   std::optional<ActionContext> context_;
 };
 
-// (stage, the leaves whose gradients are computed in W, the most bytes that waited for one), a stage.
+// (stage, the leaves whose gradients are computed in W, the most bytes that waited for one), a stage that has run an I.
 py::list deferred(const Runner& runner) {
   py::list stages;
   for (const TorchStage* stage : runner.stages()) {
-    stages.append(py::make_tuple(stage->index(), stage->deferred(), stage->peak_held_bytes()));
+    if (stage->deferred()) {
+      stages.append(py::make_tuple(stage->index(), *stage->deferred(), stage->peak_held_bytes()));
+    }
   }
   return stages;
 }

@@ -263,7 +263,7 @@ void TorchStage::differentiate_inputs(std::int32_t microbatch, const Payload* gr
     const Arming arming(records_[microbatch].weights, Arming::Phase::kBackward);
     differentiate(microbatch, gradient);
   }
-  if (deferred_.empty()) deferred_ = weights.leaves();
+  if (!deferred_ || deferred_->empty()) deferred_ = weights.leaves();
   records_[microbatch].held_bytes = weights.held_bytes();
   held_bytes_ += records_[microbatch].held_bytes;
   peak_held_bytes_ = std::max(peak_held_bytes_, held_bytes_);

@@ -107,8 +107,8 @@ class TorchStage final : public Stage {
   void release() noexcept override;
 
   std::int32_t index() const { return index_; }
-  // WeightGradients::leaves() of the first I.
-  const std::vector<std::uintptr_t>& deferred() const { return deferred_; }
+  // WeightGradients::leaves() of the first I; nullopt before it.
+  const std::optional<std::vector<std::uintptr_t>>& deferred() const { return deferred_; }
   // The most memory that waited for W at any time.
   std::size_t peak_held_bytes() const { return peak_held_bytes_; }
 
@@ -159,7 +159,7 @@ class TorchStage final : public Stage {
   // Of the forward that runs, and of the backward that runs: kept for their memory.
   Tensors entered_;
   Tensors root_gradients_;
-  std::vector<std::uintptr_t> deferred_;
+  std::optional<std::vector<std::uintptr_t>> deferred_;
   std::size_t held_bytes_ = 0;
   std::size_t peak_held_bytes_ = 0;
 };

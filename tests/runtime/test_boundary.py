@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.masked import masked_tensor
 from torch.utils import _pytree as pytree
 
 import fastpipe
@@ -132,6 +133,7 @@ class Scaled(torch.Tensor):
         (threading.Lock(), "stage 3 returned a lock"),
         (lambda: 1, "stage 3 returned a function"),
         (TENSORS[0].as_subclass(Scaled), "stage 3 returned a Scaled, a subclass of Tensor .*as_subclass"),
+        (masked_tensor(torch.ones(2), torch.tensor([True, False])), "stage 3 returned a MaskedTensor, a subclass"),
     ],
 )
 def test_what_cannot_cross_is_named(value: Any, message: str) -> None:

@@ -101,6 +101,18 @@ def test_other_strides_without_a_change_of_the_input_are_named(executor: str) ->
         pipe.step(x, target=x)
 
 
+def test_another_need_of_a_gradient_without_a_change_of_the_input_is_named(executor: str) -> None:
+    """A first layer that is skipped in the first step."""
+    layer = Block()
+    pipe = build([layer, Block()], executor)
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    x = torch.randn(16, WIDTH)
+    pipe.step(x, target=x)
+    layer.forward = lambda x: Block.forward(layer, x)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="always or never require a gradient"):
+        pipe.step(x, target=x)
+
+
 def test_a_change_without_a_change_of_the_input_is_named(executor: str) -> None:
     pipe = build([Block(), Whimsical(), Block(), Block()], executor, loss_fn=None)
     x = torch.randn(16, WIDTH)

@@ -113,3 +113,11 @@ def test_what_is_changed_in_a_stage_that_is_held_twice() -> None:
     pipe.stage_modules[1].add_module("2", nn.Identity())
     with pytest.raises(ValueError, match="Chain was replaced"):
         pipe.step(batch[0], target=batch[1])
+
+
+def test_what_a_forward_has_left_in_a_stage_that_is_held_twice(executor: str) -> None:
+    """Torch copies no tensor with a graph: a loss kept on a layer, or the weight of the older weight_norm."""
+    model = nn.Sequential(*(nn.utils.weight_norm(nn.Linear(6, 6)) for _ in range(4)))
+    model[0].kept = {"loss": model(torch.randn(9, 6)).mean()}
+    pipe = Pipeline(model, "dualpipe", 4, nn.functional.mse_loss, num_ranks=2, executor=executor)
+    assert check_parity(pipe, model, (torch.randn(9, 6), torch.randn(9, 6))).ok

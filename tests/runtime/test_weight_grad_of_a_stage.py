@@ -332,6 +332,16 @@ def test_linears_that_do_not_wait_are_a_warning(
     assert [text.count("only 1 of 4 linears") for text in texts] == [1] * (num_compiled == 3)
 
 
+def test_linears_of_stages_that_split_nothing_are_no_warning(executor: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The last rank of this schedule has no I; the others' linears are frozen."""
+    layers = [nn.Linear(WIDTH, WIDTH).requires_grad_(number > 1) for number in range(4)]
+    pipe = Pipeline(layers, "dualpipe", 4, squared, num_ranks=2, executor=executor)
+    x, y = batch_of(4)
+    with caplog.at_level("WARNING", "fastpipe"):
+        pipe.step(x, target=y)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm])
 def test_looking_for_linears_that_wait_runs_no_parametrization(
     executor: str, parametrize: Callable[[nn.Linear], nn.Module], caplog: pytest.LogCaptureFixture

@@ -483,5 +483,12 @@ def modules_by_rank(
     for stage, module in modules.items():
         local = [rank for rank in holders_of(placement, stage) if rank in found]
         for number, rank in enumerate(local):
-            found[rank][stage] = module if number == 0 else copy.deepcopy(module)
+            found[rank][stage] = module if number == 0 else _copied(module)
     return found
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A deep copy. What a forward has left on a module, such as a loss, is copied without its graph."""
+    attributes = pytree.tree_leaves([vars(m) for m in module.modules()])
+    graphs = [value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf]
+    return copy.deepcopy(module, {id(value): value.detach().clone() for value in graphs})

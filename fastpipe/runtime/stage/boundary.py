@@ -219,10 +219,11 @@ def to_tensors(
     leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)), is_leaf=_is_one_value)
     kinds = "".join(map(_kind, leaves))
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if subclass := next((type(tensor).__name__ for tensor in found if not _is_torchs(tensor)), None):
+    if subclass := next((type(t).__name__ for t in found if not (_is_simple(t) or is_dtensor(t))), None):
         raise ValueError(
             f"stage {stage} returned a {subclass}, a subclass of Tensor that would arrive as a plain tensor: "
-            "return tensor.as_subclass(torch.Tensor), and make it again where it is used"
+            "return tensor.as_subclass(torch.Tensor), or the tensors that it holds (the clone() of an "
+            "AsyncCollectiveTensor), and make it again where it is used"
         )
     tensors = {id(tensor): tensor for tensor in found}
     order = {key: place for place, key in enumerate(tensors)}
@@ -296,15 +297,14 @@ def _is_treespec(tensor: torch.Tensor) -> bool:
 
 def _is_plain(values: Any) -> bool:
     """Whether these are distinct tensors of which the first does not look like a treespec."""
-    if not all(isinstance(value, torch.Tensor) and not is_dtensor(value) and _is_torchs(value) for value in values):
+    if not all(isinstance(value, torch.Tensor) and _is_simple(value) for value in values):
         return False
     return not (values and _is_treespec(values[0])) and len(set(map(id, values))) == len(values)
 
 
-def _is_torchs(tensor: torch.Tensor) -> bool:
-    """Whether its class is torch's own; what another class does would be lost."""
-    kind = type(tensor)
-    return kind is torch.Tensor or kind.__module__.partition(".")[0] == "torch"
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Whether it is no more than its elements; what another class holds or does, as a MaskedTensor, would be lost."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _kind(leaf: Any) -> str:

@@ -72,7 +72,8 @@ logger = logging.getLogger("fastpipe")
 
 def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
     """Warn if most weights of linears do not wait for W, as under torch.compile: the schedule then gains little."""
-    linears = (module for stage in stages for module in stage.module.modules() if isinstance(module, nn.Linear))
+    modules = (module for stage in stages if stage.has_split for module in stage.module.modules())
+    linears = (module for module in modules if isinstance(module, nn.Linear))
     weights = {tuple(map(id, found)): found for found in map(_trained_weights, linears) if found}
     waiting = sum(any(stage.waits(p) for stage in stages for p in found) for found in weights.values())
     if 2 * waiting < len(weights):

@@ -72,8 +72,8 @@ class SpecBook:
         elif self._open[message] != found and not specs_match(self._open[message], found):
             raise ValueError(
                 f"{message} changed although the inputs did not: expected {specs_text(self._open[message])}, found "
-                f"{specs_text(found)}; pad it to one shape, or place the layers that produce and consume it in one "
-                "stage"
+                f"{specs_text(found)}; pad it to one shape, let it always or never require a gradient, or place the "
+                "layers that produce and consume it in one stage"
             )
         return ready
 
