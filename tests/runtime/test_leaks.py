@@ -5,7 +5,7 @@ import gc
 import os
 import threading
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from fastpipe import Pipeline, StepError
 from fastpipe.runtime.common import Failure, FailureError
+from fastpipe.runtime.transport import Loopback
 from fastpipe.testing import Fault
 from tests.patience import PATIENCE
 from tests.runtime.models import CASES, WIDTH, Block, squared
@@ -150,13 +151,22 @@ def test_what_a_handler_raises_is_in_no_cycle() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("how", ["step", "failed step", "refused step"])
+class Refusing(Loopback):
+    """Lacks what a program needs."""
+
+    def endpoint(self, *_: Any) -> NoReturn:
+        raise ValueError("no descriptor is left")
+
+    native = endpoint
+
+
+@pytest.mark.parametrize("how", ["step", "failed step", "refused step", "refused program"])
 def test_a_dropped_pipeline_goes_at_once(how: str, executor: str) -> None:
     """Python collects cycles when it likes, which may be never: nothing large may wait for that."""
     layers = CASES["plain"].layers(4)
     if how == "failed step":
         layers[2] = Raising()
-    pipe = pipeline(layers, executor=executor)
+    pipe = pipeline(layers, executor=executor, transport=Refusing() if how == "refused program" else "auto")
     held = [weakref.ref(pipe), weakref.ref(pipe.transport), *map(weakref.ref, layers)]
     gc.collect()
     gc.disable()

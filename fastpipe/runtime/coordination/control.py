@@ -205,12 +205,15 @@ def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
         prepare()
     except Exception as found:  # raised below, after the exchange
         error = found
-    failure = None if error is None else Failure(control.rank, cause_text(error), is_fatal=True)
-    replies, refused = exchange_or_refuse(functools.partial(control.exchange, "program"), {}, failure)
-    if error is not None and len(replies) == 1:
-        raise error
-    if refused is not None:
-        raise FailureError(refused) from error
+    try:
+        failure = None if error is None else Failure(control.rank, cause_text(error), is_fatal=True)
+        replies, refused = exchange_or_refuse(functools.partial(control.exchange, "program"), {}, failure)
+        if error is not None and len(replies) == 1:
+            raise error
+        if refused is not None:
+            raise FailureError(refused) from error
+    finally:
+        del error  # as in `agree`
 
 
 @contextlib.contextmanager
