@@ -510,6 +510,13 @@ def test_one_flipped_bit_changes_a_sum() -> None:
             assert bit_sums([copy]) != [total]
 
 
+def test_a_sum_is_of_the_values_that_are_read() -> None:
+    """Autograd gives a parameter that is used by conj() such a gradient."""
+    turned = torch.randn(7, 5, dtype=torch.complex64).conj()
+    for tensor in (turned, turned.imag, turned[:, 1:]):
+        assert bit_sums([tensor]) == bit_sums([tensor.resolve_conj().resolve_neg()])
+
+
 def test_packed_tensors_keep_their_bits_and_lie_as_before() -> None:
     base = torch.randn(8, 6)
     base[0, 0] = torch.nan

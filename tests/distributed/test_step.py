@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import fastpipe
 from fastpipe import Pipeline
@@ -155,6 +156,28 @@ def test_bad_input_is_told_to_all_and_the_next_step_works(executor: str) -> None
     ):
         refuses(call, said, *on)
         pipe.step(x, target=y)
+
+
+class Turned(nn.Module):
+    """Returns what is conjugate or negative only when it is read, and, if asked, what is not dense."""
+
+    def forward(self, x: torch.Tensor, is_sparse: bool = False) -> Any:
+        turned = torch.complex(x, x + 1).conj()
+        return {"whole": turned, "part": turned.imag, "rest": [x.t().contiguous().t(), x[:, :0], x > 0]} | (
+            {"sparse": x.detach().to_sparse()} if is_sparse else {}
+        )
+
+
+@on_ranks(2)
+def test_outputs_of_every_kind_are_gathered() -> None:
+    pipe = pipeline(stages=[Block(), Turned()], loss_fn=None)
+    x, _ = batch()
+    own = pipe.eval_step(x).outputs
+    refuses(lambda: pipe.eval_step(x, is_sparse=True, gather_outputs=True), "sparse", 1)
+    found = pipe.eval_step(x, gather_outputs=True).outputs
+    for name in ("whole", "part", "rest"):
+        assert own is None or all(map(torch.equal, pytree.tree_leaves(own[name]), pytree.tree_leaves(found[name])))
+    assert torch.equal(found["whole"].imag, found["part"]) and found["rest"][1].shape == (len(x), 0)
 
 
 def an_order(lazy: bool) -> fastpipe.Schedule:

@@ -171,7 +171,7 @@ def bit_sums(tensors: Iterable[torch.Tensor | None]) -> list[int | None]:
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The 64-bit sum of a tensor's bits, as a tensor; one flipped bit changes it."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     size = tensor.element_size()
     if tensor.is_contiguous() and not (tensor.numel() * size % 8 or tensor.storage_offset() * size % 8):
         return tensor.view(-1).view(torch.int64).sum()  # nearly all weights and activations

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe.program import Program
-from fastpipe.runtime.common import Failure, Tensors, cause_text, decoded, dtype_name, dtype_of, encoded
+from fastpipe.runtime.common import Failure, Tensors, cause_text, decoded, dense_all, dtype_name, dtype_of, encoded
 from fastpipe.runtime.coordination import Control, DeferredResults, Reply
 from fastpipe.runtime.executor import DeviceEvent, DeviceEvents, Spans
 from fastpipe.runtime.stage import Stage, from_tensors, scale_loss, sum_in_order, to_tensors
@@ -441,8 +441,9 @@ def gather_outputs(steps: Steps, member: Membership, device: torch.device, own: 
     packed: dict[int, Tensors] = {}
 
     def headers() -> Reply:
+        last = max(stage.index for stage in steps.stages)
         # in a dict, which preserves tuples
-        packed.update({i: to_tensors({"output": output}, {}, -1) for i, output in sorted(own.items())})
+        packed.update({i: dense_all(to_tensors({"output": output}, {}, last)) for i, output in sorted(own.items())})
         return {"outputs": [[i, [[dtype_name(t.dtype), t.shape] for t in tensors]] for i, tensors in packed.items()]}
 
     outputs = dict(own)
