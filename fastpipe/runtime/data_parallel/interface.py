@@ -74,7 +74,7 @@ class DataParallel(ABC):
     Attributes:
         wrapped: the wrapped modules of the stage; the wrapper handles all that is in them.
         groups: over which its collectives run, one for each dimension of the replicas' mesh.
-        broken: those of them that have lost a process.
+        broken: those of them that have lost a process, with who it may be.
         num_replicas: the number of processes that share the stage.
         device: where its gradients are.
         description: the wrapper, for `Pipeline.describe`.
@@ -85,7 +85,7 @@ class DataParallel(ABC):
     stage: int
     wrapped: Sequence[nn.Module]
     groups: Sequence[dist.ProcessGroup]
-    broken: list[dist.ProcessGroup]
+    broken: dict[dist.ProcessGroup, str]
     num_replicas: int
     device: torch.device
     description: str
@@ -113,13 +113,13 @@ class DataParallel(ABC):
 
     def lost_in(self, group: dist.ProcessGroup, error: RuntimeError) -> str:
         """Note that a collective of a group raised; returns who may have caused that."""
-        self.broken.append(group)
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         which = f"process {others[0]}" if len(others) == 1 else f"one of the processes {others}"
-        return (
+        self.broken[group] = (
             f"of the replicas of stage {self.stage}, {which} has exited, or has closed its connections after a "
             f"failure: {cause_text(error)}"
         )
+        return self.broken[group]
 
     def prepare(self) -> None:  # noqa: B027 - most are ready as they are
         """Raise errors of the wrapper before the ranks agree on a step, when no other rank waits."""
