@@ -275,6 +275,7 @@ def test_a_death_reaches_all_replicas(dims: tuple[str, ...], neighbours: tuple[i
     with ranks(8) as group:
         group.start(fails_beside_replicas, KILL, "zbv", victim, dims)
         for rank, (text, _) in zip(living, group.results(living), strict=True):
+            assert "the pipeline is closed" in text, (rank, text)
             if rank == 2:
                 assert "rank 1: its process died" in text, text
             elif rank in neighbours:

@@ -319,7 +319,7 @@ class Replicated(DataParallel):
         self.stage = stage
         self.device: torch.device = wrappers[0].device
         self.groups = list(dict.fromkeys(wrapper.process_group for wrapper in wrappers))
-        self.broken = []
+        self.broken = {}
         self.num_replicas = max(group.size() for group in self.groups)
         self.description = f"in DistributedDataParallel over {self.num_replicas} replicas"
         self._set: list[dict[str, bool]] = []

@@ -59,7 +59,7 @@ class Sharded(DataParallel):
         meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
         self.device: torch.device = self._groups[0].device
         self.groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-        self.broken = []
+        self.broken = {}
         self.num_replicas = max(int(mesh.size()) for mesh in meshes)
         self.description = f"sharded by fully_shard over {self.num_replicas} replicas"
         self._flags: list[tuple[Any, dict[str, Any]]] = []
@@ -143,9 +143,14 @@ class Sharded(DataParallel):
             return
         self._begun = True
         # last in, first out; all of them, also if one raises, as replicas wait in each
-        with contextlib.ExitStack() as stack:
-            for group, flags in self._flags:
-                stack.callback(_reduce, group, flags, failed)
+        try:
+            with contextlib.ExitStack() as stack:
+                for group, flags in self._flags:
+                    stack.callback(_reduce, group, flags, failed)
+        except RuntimeError as error:
+            if len(self.groups) == 1:  # else it is not known which
+                self.lost_in(self.groups[0], error)
+            raise
 
     def finish(self, failure: str | None, deadline: float) -> None:
         """Wait for the shards' gradients, and leave the parameters sharded, as between steps."""
@@ -171,22 +176,21 @@ class Sharded(DataParallel):
 
     def _compare(self, failure: str | None, deadline: float) -> None:
         """Raise unless all replicas completed the same step."""
-        sums = torch.tensor([int(failure is not None), *self.marks()], dtype=torch.int64, device=self.device)
-        broken = ""
+        sums = torch.tensor([int(failure is not None), 0, *self.marks()], dtype=torch.int64, device=self.device)
         for group in self.groups:
             before = sums.clone()
-            if ended := self.why_ended(deadline, dist.all_reduce, sums, group=group):
-                broken = broken or ended
+            if not self.completes(deadline, dist.all_reduce, sums, group=group):
                 sums = before
-                sums[0] += 1
-        num_failed, *marks = sums.tolist()
+                sums[:2] += 1  # so that the other dimension's pipelines end, too: this one's are closed
+        num_failed, num_broken, *marks = sums.tolist()
         cause = self.why_not_same(*marks)
         if num_failed and len(self.broken) < len(self.groups):
             cause = self.explained(
                 "the step failed in another of the replicas that share this stage", failure, deadline
             )
-        if broken or (cause and failure is None):
-            raise FailureError(Failure(None, broken or cause, is_fatal=bool(broken)))
+        if num_broken or (cause and failure is None):
+            cause = next(iter(self.broken.values()), cause)
+            raise FailureError(Failure(None, cause, is_fatal=bool(num_broken)))
 
     def _of(self, parameter: nn.Parameter) -> Any:
         """FSDP's object of a shard."""

@@ -61,7 +61,7 @@ class DataParallel(ABC):
     Attributes:
         wrapped: the wrapped modules of the stage; the wrapper handles all that is in them.
         groups: over which its collectives run, one for each dimension of the replicas' mesh.
-        broken: those of them that have lost a process.
+        broken: those of them that have lost a process, with who it may be.
         num_replicas: the number of processes that share the stage.
         device: where its gradients are.
         description: the wrapper, for `Pipeline.describe`.
@@ -72,7 +72,7 @@ class DataParallel(ABC):
     stage: int
     wrapped: Sequence[nn.Module]
     groups: Sequence[dist.ProcessGroup]
-    broken: list[dist.ProcessGroup]
+    broken: dict[dist.ProcessGroup, str]
     num_replicas: int
     device: torch.device
     description: str
@@ -99,9 +99,9 @@ class DataParallel(ABC):
         for group in self.groups:
             own = torch.frombuffer(bytearray(found.ljust(_LONGEST, b"\0")), dtype=torch.uint8).to(self.device)
             everywhere = [torch.empty_like(own) for _ in range(group.size())]
-            if ended := self.why_ended(deadline, dist.all_gather, everywhere, own, group=group):
+            if not self.completes(deadline, dist.all_gather, everywhere, own, group=group):
                 if len(self.groups) == 1:
-                    raise FailureError(Failure(None, ended, is_fatal=True))
+                    raise FailureError(Failure(None, self.broken[group], is_fatal=True))
                 continue
             texts = (bytes(other.tolist()).rstrip(b"\0") for other in everywhere)
             found = next(filter(None, texts), b"")
@@ -119,28 +119,35 @@ class DataParallel(ABC):
             "reduces nothing), or it is slow: set a longer timeout"
         )
 
-    def why_ended(self, deadline: float, collective: Callable[..., Any], *args: Any, group: dist.ProcessGroup) -> str:
-        """Run a collective in one of the groups. If the group has ended, why; empty if the collective completed.
+    def completes(self, deadline: float, collective: Callable[..., Any], *args: Any, group: dist.ProcessGroup) -> bool:
+        """Run a collective in one of the groups; False if the group is broken.
 
         A group such as that of cp ends with the stages of its mesh; replicas in the other groups wait all the same.
+
+        Raises:
+            FailureError: if it is not complete by the deadline; the group is broken then.
         """
+        if group in self.broken:  # some of its ranks wait for each other
+            return False
         try:
             self.wait(collective(*args, group=group, async_op=True).get_future(), deadline)
-        except FailureError:
+        except FailureError as error:
+            self.broken[group] = cause_text(error)
             raise
         except RuntimeError as error:
-            return self.lost_in(group, error)
-        return ""
+            self.lost_in(group, error)
+            return False
+        return True
 
     def lost_in(self, group: dist.ProcessGroup, error: RuntimeError) -> str:
         """Note that a collective of a group raised; returns who may have caused that."""
-        self.broken.append(group)
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         which = f"process {others[0]}" if len(others) == 1 else f"one of the processes {others}"
-        return (
+        self.broken[group] = (
             f"of the replicas of stage {self.stage}, {which} has exited, or has closed its connections after a "
             f"failure: {cause_text(error)}"
         )
+        return self.broken[group]
 
     def prepare(self) -> None:  # noqa: B027 - most are ready as they are
         """Raise errors of the wrapper before the ranks agree on a step, when no other rank waits."""
