@@ -132,7 +132,7 @@ class DataParallel(ABC):
         try:
             self.wait(collective(*args, group=group, async_op=True).get_future(), deadline)
         except FailureError as error:
-            self.broken[group] = cause_text(error)
+            self.broken[group] = error.failure.cause
             raise
         except RuntimeError as error:
             self.lost_in(group, error)
