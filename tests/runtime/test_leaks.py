@@ -151,6 +151,31 @@ def test_what_a_handler_raises_is_in_no_cycle() -> None:
         gc.enable()
 
 
+class Unreadable:
+    """A program whose collectives cannot run."""
+
+    num_microbatches = 4
+
+    def __getitem__(self, rank: int) -> NoReturn:
+        raise self.Error
+
+    class Error(Exception):
+        """Can be referenced weakly."""
+
+
+def test_what_collectives_raise_is_in_no_cycle() -> None:
+    local: Any = pipeline([Block() for _ in range(4)])._steps.ranks
+    gc.disable()
+    try:
+        outcome = local.run_collectives(Unreadable())
+        seen = weakref.ref(outcome.error)
+        assert isinstance(outcome.error, Unreadable.Error)
+        del outcome
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
 class Refusing(Loopback):
     """Lacks what a program needs."""
 
