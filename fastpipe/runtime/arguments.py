@@ -355,8 +355,10 @@ def _text(value: Any) -> str:
     if not callable(value):
         return str(value)
     named = value if hasattr(value, "__qualname__") else type(value)
-    # the script's module has another name in processes that multiprocessing starts
-    return f"{named.__module__}.{named.__qualname__}".replace("__mp_main__", "__main__")
+    # methods of C, such as torch.Tensor.numel, have no module, and the script's has another name in processes that
+    # multiprocessing starts
+    names = filter(None, (getattr(named, "__module__", None), named.__qualname__))
+    return ".".join(names).replace("__mp_main__", "__main__")
 
 
 def _is_list(value: Any) -> bool:

@@ -115,7 +115,8 @@ class World:
     """Where a pipeline is built.
 
     Attributes:
-        error: the first error in the arguments evaluated so far; raised by `agree_on_request`, on all ranks.
+        errors: the first error in the arguments evaluated so far, if any; taken from here and raised by
+            `agree_on_request`, on all ranks.
     """
 
     device: torch.device
@@ -124,7 +125,7 @@ class World:
     ranks_per_host: RanksPerHost
     control: Control
     cores: Cores
-    error: Exception | None
+    errors: list[Exception]
 
     @property
     def is_single_process(self) -> bool:
@@ -153,7 +154,8 @@ def _find_world(arguments: Arguments) -> World:
         except FailureError:  # no process can be informed
             raise
         except Exception as error:  # raised by `agree_on_request`, on all ranks
-            errors.append(error)
+            if not errors:
+                errors.append(error)
             return instead
 
     model, execution = arguments.model, arguments.execution
@@ -171,7 +173,7 @@ def _find_world(arguments: Arguments) -> World:
         pipelines = valid(execution.pipelines, {}) if meets else {}
         control = _control(member, member.store(), timeout, here, pipelines)
     cores = valid(lambda: find_cores(member.size, device), Cores())
-    return World(device, timeout, member, here, control, cores, next(iter(errors), None))
+    return World(device, timeout, member, here, control, cores, errors)
 
 
 def _control(
@@ -227,8 +229,8 @@ def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
     """Check the arguments, make the schedule and prove its program. All ranks succeed, or all raise."""
 
     def make() -> tuple[BuildRequest, Reply]:
-        if world.error is not None:
-            raise world.error
+        if world.errors:
+            raise world.errors.pop()  # it has frames that have the list
         arguments.check()
         size, batch, wanted = world.member.size, arguments.batch, arguments.schedule
         contexts = checked_contexts(arguments.execution.forward_context, arguments.execution.backward_context)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import io
 import json
@@ -415,7 +416,17 @@ class _Image:
 
 def _has_bytes(value: Any) -> bool:
     """Whether it is a tensor that is its bytes, or a DTensor of such; those of a class of its own may be more."""
-    return isinstance(value, Tensor) and type(local_part(value)) in (Tensor, nn.Parameter)
+    return isinstance(value, Tensor) and type(local_part(value)) in (Tensor, nn.Parameter) and _is_copied(value.dtype)
+
+
+@functools.cache
+def _is_copied(dtype: torch.dtype) -> bool:
+    """Whether torch copies tensors of it, as `MemoryCheckpoint.load` does; not of int4, for example."""
+    try:
+        torch.empty(1, dtype=dtype).clone()
+    except RuntimeError:
+        return False
+    return True
 
 
 class _File:
@@ -603,6 +614,8 @@ class _PlainWriter(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Called for all but None, numbers, texts, bytes, tuples, lists, dicts and sets."""
+        if isinstance(value, Tensor) and not _is_copied(value.dtype):
+            raise ValueError(f"has a tensor of {value.dtype}, which torch does not copy: keep it as torch.uint8")
         if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
             self.tensors.append(value)
             return _PlainReader.tensor, (len(self.tensors) - 1, str(value.device))

@@ -521,6 +521,7 @@ def test_packed_tensors_keep_their_bits_and_lie_as_before() -> None:
     base = torch.randn(8, 6)
     base[0, 0] = torch.nan
     odd = [base, base.t(), base[1:, 1:], base[:, :1].expand(8, 5), base.bfloat16().view(-1)[3:], base[:0]]
+    odd += [torch.arange(6, dtype=torch.uint8).view(torch.int4)]
     given = [*odd, torch.tensor(1.5, requires_grad=True), torch.ones(3, dtype=torch.bool), base.to(torch.complex64)]
     block = packed({"tensors": given, "text": "x"}, 0, torch.device("cpu"))
     tree = unpacked(block)

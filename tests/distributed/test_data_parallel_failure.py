@@ -98,6 +98,24 @@ def test_a_failure_reaches_all_replicas_and_the_next_step_is_right(wrap: str, ex
             assert re.search(r"REDUCE_GRAD: .* replica.*: rank \d, stage \d, .*on purpose", text), text
 
 
+def fails_at_the_end_of_the_backward() -> tuple[str, str]:
+    def end() -> None:
+        raise OSError("on purpose")
+
+    over, replica = mesh_and_replica()
+    pipe = build("fsdp", "zbv", "auto", over)
+    (stage, *_) = pipe._steps.stages
+    if replica == 0:
+        stage.parallel._end_backward = end  # type: ignore[union-attr]
+    return caught(lambda: step(pipe, 0, replica))[:2]
+
+
+def test_a_failure_after_the_program_reaches_all_replicas(group_of: GroupOf) -> None:
+    (kind, own), (other, text) = group_of(2).run(fails_at_the_end_of_the_backward)
+    assert kind == other == "StepError" and "on purpose" in own
+    assert "the step failed in another of the replicas" in text and "on purpose" in text
+
+
 def only_one_steps(executor: str) -> tuple[str, str]:
     over, replica = mesh_and_replica()
     pipe = build("ddp", "zbv", executor, over, timeout=3.0)

@@ -109,7 +109,8 @@ class Enter(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
-        part = DTensor.from_local(self.linear(x), self.mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+        whole = DTensor.from_local(self.linear(x), self.mesh, [Partial()])
+        part = whole.redistribute(placements=[Shard(1)], async_op=True)  # its shard is an AsyncCollectiveTensor
         return part, x.sum(), part
 
 

@@ -151,6 +151,31 @@ def test_what_a_handler_raises_is_in_no_cycle() -> None:
         gc.enable()
 
 
+class Unreadable:
+    """A program whose collectives cannot run."""
+
+    num_microbatches = 4
+
+    def __getitem__(self, rank: int) -> NoReturn:
+        raise self.Error
+
+    class Error(Exception):
+        """Can be referenced weakly."""
+
+
+def test_what_collectives_raise_is_in_no_cycle() -> None:
+    local: Any = pipeline([Block() for _ in range(4)])._steps.ranks
+    gc.disable()
+    try:
+        outcome = local.run_collectives(Unreadable())
+        seen = weakref.ref(outcome.error)
+        assert isinstance(outcome.error, Unreadable.Error)
+        del outcome
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
 class Refusing(Loopback):
     """Lacks what a program needs."""
 
@@ -212,14 +237,15 @@ def test_a_layer_that_keeps_its_exception_keeps_no_pipeline(executor: str) -> No
     assert leaves_nothing_of_a_kept_exception(executor, 2, 1)
 
 
-def test_a_pipeline_that_was_refused_leaves_nothing() -> None:
+@pytest.mark.parametrize(("argument", "value"), [("partition", [1]), ("timeout", -1.0)])
+def test_a_pipeline_that_was_refused_leaves_nothing(argument: str, value: Any) -> None:
     before, layers = set(threading.enumerate()), CASES["plain"].layers(4)
     held = [*map(weakref.ref, layers)]
     gc.collect()
     gc.disable()
     try:
-        with pytest.raises(ValueError, match="partition") as raised:
-            pipeline(layers, partition=[1])
+        with pytest.raises(ValueError, match=argument) as raised:
+            pipeline(layers, **{argument: value})
         del layers, raised
         assert not [ref() for ref in held if ref() is not None]
     finally:

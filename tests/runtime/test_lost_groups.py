@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from fastpipe.runtime.common.failure import DIED, Failure, FailureError
 from fastpipe.runtime.common.waits import attended
-from fastpipe.runtime.transport.groups import _WATCHDOG, OwnGroups, _unless_set, wait_for_all
+from fastpipe.runtime.transport import groups
+from fastpipe.runtime.transport.groups import _WATCHDOG, MeshGroups, OwnGroups, _unless_set, wait_for_all
 from fastpipe.runtime.transport.process_group import ProcessGroups
 from tests.patience import PATIENCE
 
@@ -102,6 +103,21 @@ def test_groups_that_are_ended_together_are_aborted_together() -> None:
     transport._all = lambda: both  # type: ignore[method-assign]
     transport.abort()
     assert first.ended.is_set() and second.ended.is_set()
+
+
+def test_groups_of_a_mesh_on_a_device_are_aborted_also_if_a_rank_leaves_them_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The watcher aborts in a thread of its own, and the rank may fail at the same time."""
+    backend = Backend()
+    aborted: list[Backend] = []
+    monkeypatch.setattr(groups, "start_aborts", aborted.extend)
+    mesh = MeshGroups({}, torch.device("cuda"))
+    mesh._groups = [SimpleNamespace(_get_backend=lambda device: backend)]
+    # between the first two statements of `abort`
+    monkeypatch.setattr(MeshGroups, "_ended", SimpleNamespace(update=lambda names: mesh.leave()))
+    mesh.abort()
+    assert aborted == [backend]
 
 
 @pytest.fixture

@@ -258,6 +258,15 @@ def with_a_state_of_its_own_class(folder: Path) -> None:
     memory.save()
 
 
+HALVES = torch.arange(6, dtype=torch.uint8).view(torch.int4)
+
+
+def with_halves_of_bytes(folder: Path) -> None:
+    pipe, _, memory = make(folder)
+    next(iter(pipe.stage_modules.values())).get_submodule("0").register_buffer("packed", HALVES)
+    memory.save()
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -276,6 +285,8 @@ def with_a_state_of_its_own_class(folder: Path) -> None:
         ),
         (lambda folder: make(folder)[2].save({"a": [os.system]}), r"^extra has a builtins\.builtin_function_or_method"),
         (lambda folder: make(folder)[2].save(torch.eye(2).to_sparse()), r"^extra has a torch\.Tensor, .*dense tensors"),
+        (lambda folder: make(folder)[2].save([HALVES]), r"^extra has a tensor of torch\.int4, .*as torch\.uint8"),
+        (with_halves_of_bytes, r"^model, '0\.packed', has a tensor of torch\.int4, which torch does not copy"),
         (lambda folder: make(folder)[2].save(torch.eye(2).as_subclass(Sub)), r"^extra has a tests\..*\.Sub, which"),
         (with_a_state_of_its_own_class, r"^optimizer, '.*\.momentum', has a tests\..*\.Sub, which is not copied"),
         (lambda folder: make(folder)[2].save(Level.LOW), r"^extra has a tests\..*\.Level, which is not copied"),

@@ -261,7 +261,9 @@ def weight(target: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("reduction", "loss_fn"), [("mean", squared), ("sum", summed), (weight, weighed)], ids=["mean", "sum", "tokens"]
+    ("reduction", "loss_fn"),
+    [("mean", squared), ("sum", summed), (weight, weighed), (torch.Tensor.numel, squared)],
+    ids=["mean", "sum", "tokens", "method"],
 )
 def test_uneven_microbatches_weigh_as_the_whole_batch(reduction: Any, loss_fn: Any, executor: str) -> None:
     batch = batch_of(11)

@@ -30,13 +30,13 @@ class PackedTensor(NamedTuple):
     requires_grad: bool
 
     def memory(self, block: torch.Tensor) -> torch.Tensor:
-        """The tensor's memory in the block, in one dimension: also what is between its elements."""
-        return block[self.offset : self.offset + self.length].view(dtype_of(self.dtype))
+        """The tensor's bytes in the block, and those between its elements."""
+        return block[self.offset : self.offset + self.length]
 
     def view(self, block: torch.Tensor) -> torch.Tensor:
         """The tensor, in the block's memory."""
         with torch.no_grad():
-            found = self.memory(block).as_strided(self.size, self.stride)
+            found = self.memory(block).view(dtype_of(self.dtype)).as_strided(self.size, self.stride)
             # detached: autograd refuses changes in place of a view that was made without gradients
             return found.detach().requires_grad_(self.requires_grad)
 
@@ -70,7 +70,8 @@ def pack(memories: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> N
     """Copy tensors to their `PackedTensor.memory`."""
     with torch.no_grad():
         for memory, tensor in zip(memories, tensors, strict=True):
-            memory.copy_(tensor.as_strided(memory.shape, (1,)))
+            # as bytes: torch does not copy all dtypes, such as int4
+            memory.copy_(tensor.as_strided((len(memory) // tensor.itemsize,), (1,)).view(torch.uint8))
 
 
 def write_text(block: torch.Tensor, text: bytes) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe.runtime.common import Failure, FailureError, listed, parameters_of, torch_private, walked
+from fastpipe.runtime.common import Failure, FailureError, cause_text, listed, parameters_of, torch_private, walked
 from fastpipe.runtime.data_parallel.interface import DataParallel
 
 _HELD_BACK = {
@@ -157,8 +157,11 @@ class Sharded(DataParallel):
         begun, self._begun = self._begun, False
         try:
             self._end_backward()
+        except Exception as error:  # raised again, when the other replicas, which wait, know of it
+            failure = failure or cause_text(error)
+            raise
         finally:
-            if begun:  # other replicas wait, also if that raises
+            if begun:
                 self._compare(failure, deadline)
 
     def _end_backward(self) -> None:

@@ -169,15 +169,19 @@ class LocalRanks:
             else:
                 self._run_all(self._pool, signature, announce, trace, error is not None)
         finally:
-            with self._lock:
-                self._current = ()
-                # not kept: an exception references its frames, and these the pipeline
-                outcome, self._outcome = self._outcome, Outcome()
+            outcome = self._taken()
+        return outcome
+
+    def _taken(self) -> Outcome:
+        """The outcome, which is not kept: an exception references its frames, and these the pipeline."""
+        with self._lock:
+            self._current = ()
+            outcome, self._outcome = self._outcome, Outcome()
         return outcome
 
     def run_collectives(self, program: Program) -> Outcome:
         """Run only the collectives of a program, in which replicas report missing parameters."""
-        self._outcome = outcome = Outcome()
+        self._outcome = Outcome()
         for rank, held in self.stages.items():
             found = [(stage.index, stage.parallel) for stage in held.values() if stage.parallel is not None]
             for _, parallel in found:
@@ -190,8 +194,7 @@ class LocalRanks:
             except Exception as error:  # published, and the step's outcome
                 self._publish(Failure(rank, cause_text(error), is_fatal=True), error)
             self._await_replicas(rank, found, "")
-        self._outcome = Outcome()
-        return outcome
+        return self._taken()  # no frame that an exception went through holds it
 
     def check(self, outcome: Outcome) -> bool:
         """After the devices have finished a step: False, with a failed outcome, if the transport lost a peer in it."""

@@ -230,9 +230,7 @@ def to_tensors(
     places = tuple(order[id(tensor)] for tensor in found)
     values = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == _VALUE]
     spreads = tuple(_spread(leaf, mesh, stage) for leaf in found if is_dtensor(leaf))
-    # to_local is differentiable
-    distinct: list[Any] = list(tensors.values())
-    sent = tuple(t.to_local() if is_dtensor(t) else t for t in distinct)
+    sent = tuple(map(_local, tensors.values()))
     sent, keys = (sent, ()) if received is None else received.send(sent)
     try:
         text = (
@@ -300,6 +298,13 @@ def _is_plain(values: Any) -> bool:
     if not all(isinstance(value, torch.Tensor) and _is_simple(value) for value in values):
         return False
     return not (values and _is_treespec(values[0])) and len(set(map(id, values))) == len(values)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """A DTensor's shard, or any other tensor itself; differentiable."""
+    local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    # an AsyncCollectiveTensor if the collective that makes the shard still runs, for which a copy waits
+    return local if _is_simple(local) else local.clone()
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:

@@ -125,18 +125,23 @@ def update_replicas(control: Control, ranks: LocalRanks, stages: Sequence[Stage]
         FailureError: if another replica does not take part.
     """
     outcome = ranks.run_collectives(program)
-    failure, error = outcome.failure, outcome.error
-    if failure is None:
-        try:
-            for stage in stages:
-                _update_wrapper(stage)
-        except Exception as found:  # raised below, after the exchange
-            failure, error = Failure(control.rank, cause_text(found)), found
-    _, refused = exchange_or_refuse(partial(control.exchange, "replicas"), {}, failure)
-    if outcome.failure is not None:
-        raise FailureError(outcome.failure) from error
-    if error is not None:
-        raise error
+    lost, error = outcome.failure, outcome.error
+    del outcome
+    failure = lost
+    try:
+        if failure is None:
+            try:
+                for stage in stages:
+                    _update_wrapper(stage)
+            except Exception as found:  # raised below, after the exchange
+                failure, error = Failure(control.rank, cause_text(found)), found
+        _, refused = exchange_or_refuse(partial(control.exchange, "replicas"), {}, failure)
+        if lost is not None:
+            raise FailureError(lost) from error
+        if error is not None:
+            raise error
+    finally:
+        del error  # breaks the cycle of exception and frame
     if refused is not None:
         raise FailureError(refused) if refused.is_fatal else refused.error("refused the step")
 

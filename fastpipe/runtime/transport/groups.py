@@ -282,7 +282,7 @@ class MeshGroups:
 
     def leave(self) -> None:
         """After `abort`, in the thread that runs the stages and outside of any: close the connections of Gloo."""
-        if self._failed:
+        if self._failed and self._device.type == "cpu":  # those of a device are for `abort`, in another thread
             groups, self._groups = self._groups, []
             leave_groups(groups, self._device)
 
