@@ -64,11 +64,11 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def spread(schedule: str, executor: str) -> str:
+def spread(schedule: str, executor: str, make: Callable[[DeviceMesh], list[nn.Module]] = layers) -> str:
     """On four ranks: bits of a pipeline of layers that are spread over pairs of ranks."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    pipe = Pipeline(layers(mesh), schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, executor=executor)
-    unsplit = nn.Sequential(*layers(mesh))
+    pipe = Pipeline(make(mesh), schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, executor=executor)
+    unsplit = nn.Sequential(*make(mesh))
     for replica in range(2):
         expected = reference_step(unsplit, batch(replica), pipe.schedule, nn.functional.mse_loss)
         x, y = batch(replica)
@@ -85,6 +85,19 @@ def spread(schedule: str, executor: str) -> str:
 def test_layers_that_are_spread_over_ranks(group_of: GroupOf, schedule: str) -> None:
     for text in group_of(4).run(spread, schedule, "native"):
         assert schedule != "dualpipev" or "collectives over tp must have one order" in text
+
+
+def ending_in_a_sum(mesh: DeviceMesh) -> list[nn.Module]:
+    """Layers that return what the tensor-parallel linear returns: a tensor whose collective may still run."""
+    torch.manual_seed(0)
+    rows = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+    ways = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return [parallelize_module(row, mesh["tp"], ways) for row in rows]
+
+
+@pytest.mark.parametrize(("schedule", "executor"), [("1f1b", "native"), ("zbv", "python")], indirect=["executor"])
+def test_stages_that_end_in_a_tensor_parallel_linear(group_of: GroupOf, schedule: str, executor: str) -> None:
+    group_of(4).run(spread, schedule, executor, ending_in_a_sum)
 
 
 def test_processes_of_torchrun() -> None:

@@ -454,6 +454,12 @@ def find_fsdp_roots(states: Iterable[Any]) -> None:
             state._lazy_init()
 
 
+def is_collective_result(value: Any) -> bool:
+    """Whether it is a tensor whose collective may still run, as tensor-parallel layers return; its clone() waits."""
+    module = sys.modules.get(_COLLECTIVES)
+    return module is not None and isinstance(value, module.AsyncCollectiveTensor)
+
+
 def fsdp_context(root: Any) -> Any:
     """The context shared by the modules of a root; its ``is_last_backward`` says whether a backward reduces."""
     return root._state_ctx
@@ -575,6 +581,7 @@ _PYTHON = "weight gradients without the extension"
 _SHARDED, _REPLICATED = "stages under fully_shard", "stages under DistributedDataParallel"
 _NORM = "clip_grad_norm_"
 _FUSED = "add_loss in modules with overlapped_forward_backward"
+_COLLECTIVES = "torch.distributed._functional_collectives"
 _GROUPS = "checkpoints in the background; backends that are neither Gloo nor NCCL"
 _DEATHS = "shared memory between processes; exits on this host are detected by the lifeline instead"
 
@@ -674,6 +681,7 @@ PRIVATE = (
         "gradients of gathered parameters",
         _SHARDED,
     ),
+    Private(_COLLECTIVES, "AsyncCollectiveTensor", "outputs that are not complete", "tensor-parallel stages"),
     Private("torch.distributed.pipelining.stage", "_PipelineStageBase", "stages of torch's", "stages of torch's"),
     Private("torch.distributed.pipelining._IR", "Pipe", "traced models", "traced models"),
     Private("/proc", "self/stat self/ns/pid sys/kernel/random/boot_id", "which processes share a host", _DEATHS),

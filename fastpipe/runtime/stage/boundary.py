@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from fastpipe.runtime.common import Tensors, is_block_mask, is_dtensor, pytree
+from fastpipe.runtime.common import Tensors, is_block_mask, is_dtensor, pytree, torch_private
 from fastpipe.runtime.model import as_arguments
 from fastpipe.runtime.stage.held import ReceivedTensors, Sent
 
@@ -212,6 +212,7 @@ def to_tensors(
         ValueError: for a tree that cannot be encoded; names the stage.
     """
     if not carried:
+        value = value.clone() if torch_private.is_collective_result(value) else value
         if isinstance(value, torch.Tensor) and _is_plain((value,)):
             return (value,)
         if type(value) in (tuple, list) and _is_plain(value) and (received is None or received.made(value)):
@@ -219,11 +220,11 @@ def to_tensors(
     leaves, structure = pytree.tree_flatten((as_arguments(value), dict(carried)), is_leaf=_is_one_value)
     kinds = "".join(map(_kind, leaves))
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if subclass := next((type(t).__name__ for t in found if not (_is_simple(t) or is_dtensor(t))), None):
+    known = (_is_simple, is_dtensor, torch_private.is_collective_result)
+    if subclass := next((type(t).__name__ for t in found if not any(is_known(t) for is_known in known)), None):
         raise ValueError(
             f"stage {stage} returned a {subclass}, a subclass of Tensor that would arrive as a plain tensor: "
-            "return tensor.as_subclass(torch.Tensor), or the tensors that it holds (the clone() of an "
-            "AsyncCollectiveTensor), and make it again where it is used"
+            "return tensor.as_subclass(torch.Tensor), or the tensors that it holds, and make it again where it is used"
         )
     tensors = {id(tensor): tensor for tensor in found}
     order = {key: place for place, key in enumerate(tensors)}
@@ -303,8 +304,7 @@ def _is_plain(values: Any) -> bool:
 def _local(tensor: Any) -> torch.Tensor:
     """A DTensor's shard, or any other tensor itself; differentiable."""
     local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    # an AsyncCollectiveTensor if the collective that makes the shard still runs, for which a copy waits
-    return local if _is_simple(local) else local.clone()
+    return local.clone() if torch_private.is_collective_result(local) else local
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
