@@ -135,7 +135,7 @@ def test_stopped(moment: str, at_call: int) -> None:
     """Nobody knows that it will not come: the others wait until the timeout."""
     skip_without_native()
     with ranks(SIZE) as started:
-        options = {"transport": "process_group", "timeout": 3.0}
+        options = {"transport": "process_group", "timeout": 10.0}
         started.start(lose_one, 2, moment, "stopped", at_call, **options)
         for answer in started.results(others(2)):
             assert answer["text"].startswith("StepError: rank 2 could not build the pipeline: rank 2"), answer

@@ -1,18 +1,21 @@
 """Control between processes: what they tell each other, on a board or over the store, and how they learn of trouble."""
 
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fastpipe.runtime.common.failure import Failure, FailureError
+from fastpipe.runtime.coordination.gather import Deadline
 from fastpipe.runtime.coordination.processes import Processes
 from fastpipe.runtime.transport.groups import membership, ranks_per_host
 from tests.conftest import skip_without_native
@@ -74,25 +77,48 @@ def lose(call: Callable[[], Any]) -> Failure:
     return lost.value.failure
 
 
+@contextmanager
+def late_is(*others: int) -> Iterator[None]:
+    """The timeout passes once these ranks alone are missing, however slow the machine is."""
+    passed = Deadline.passed
+
+    def by_arrivals(deadline: Deadline, missing: Callable[[], Sequence[int]]) -> Sequence[int]:
+        deadline._at = -math.inf if list(missing()) == list(others) else math.inf
+        return passed(deadline, missing)
+
+    with mock.patch.object(Deadline, "passed", by_arrivals):
+        yield
+
+
 def stay_away(way: str) -> Failure | None:
-    with control(way) as own:
-        own._gather.timeout = 0.5
+    with control(way) as own, late_is(1):
         own.begin(lambda failure: None)
-        return None if dist.get_rank() == 1 else lose(lambda: own.exchange("start", {}))
+        found = None if dist.get_rank() == 1 else lose(lambda: own.exchange("start", {}))
+        dist.barrier()
+        end_waits(own, "1/start/1")
+    return found
+
+
+def end_waits(own: Processes, key: str) -> None:
+    """Until twice the timeout a thread would wait in the store for this key, and keep its connection."""
+    own._store.set(key, "{}")
 
 
 def test_who_does_not_come_is_named(way: str, group_of: Callable[[int], Ranks]) -> None:
     first, _, third = group_of(3).run(stay_away, way)
-    words = "rank 1 did not reach the start of step 1 within 0.5 s; call step and eval_step"
+    words = "rank 1 did not reach the start of step 1 within 20 s; call step and eval_step"
     for failure in (first, third):
         assert failure.cause.startswith(words) and failure.rank == 1
 
 
 def go_elsewhere(way: str) -> Failure:
-    with control(way) as own:
-        own._gather.timeout = 1.0
+    with control(way) as own, late_is(1 - dist.get_rank()) if way == "store" else nullcontext():
         own.begin(lambda failure: None)
-        return lose(lambda: own.exchange("start" if dist.get_rank() else "end", {}))
+        found = lose(lambda: own.exchange("start" if dist.get_rank() else "end", {}))
+        dist.barrier()
+        end_waits(own, "1/end/1")
+        end_waits(own, "1/start/0")
+    return found
 
 
 def test_who_is_elsewhere_is_named(way: str, group_of: Callable[[int], Ranks]) -> None:
@@ -227,8 +253,7 @@ def leave_early(hosts: str) -> tuple[list[Failure], Failure | None]:
             own.begin(heard.append)
             lost = lose(lambda: own.exchange("start", {}))
     dist.barrier()
-    # until twice the timeout a thread would wait in the store for the one that is gone, and keep its connection
-    own._store.set("2/start/1", "{}")
+    end_waits(own, "2/start/1")
     return early, lost
 
 

@@ -118,7 +118,7 @@ def test_a_failure_after_the_program_reaches_all_replicas(group_of: GroupOf) -> 
 
 def only_one_steps(executor: str) -> tuple[str, str]:
     over, replica = mesh_and_replica()
-    pipe = build("ddp", "zbv", executor, over, timeout=3.0)
+    pipe = build("ddp", "zbv", executor, over, timeout=10.0)
     if replica == 1:
         return "", ""
     kind, text, _ = caught(lambda: step(pipe, 0, 0))
@@ -136,7 +136,7 @@ def test_a_replica_that_does_not_come_is_named() -> None:
 
 def only_one_reduces(how: str) -> tuple[str, str]:
     over, replica = mesh_and_replica()
-    pipe = build("ddp", "zbv", "auto", over, timeout=3.0)
+    pipe = build("ddp", "zbv", "auto", over, timeout=10.0)
     x, target = batch(0, replica)
     found = "", ""
     if replica == 0:
@@ -162,7 +162,7 @@ def test_a_replica_that_waits_for_others_says_what_they_may_do(how: str) -> None
 
 def only_one_clips() -> list[tuple[str, str]]:
     over, replica = mesh_and_replica()
-    pipe = build("fsdp", "zbv", "auto", over, timeout=3.0)
+    pipe = build("fsdp", "zbv", "auto", over, timeout=10.0)
     step(pipe, 0, replica)
     found = [] if replica else [caught(lambda: pipe.clip_grad_norm_(1.0))[:2] for _ in range(2)]
     dist.barrier()  # no replica is closed meanwhile

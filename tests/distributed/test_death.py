@@ -249,7 +249,7 @@ def test_silent(executor: str, victim: int, at_call: int, host: str, tmp_path: P
     if executor == "native":
         skip_without_native()
     with ranks(SIZE, host=host) as group:
-        lose(group, victim, at_call, tmp_path / "note", number=signal.SIGSTOP, executor=executor, timeout=3.0)
+        lose(group, victim, at_call, tmp_path / "note", number=signal.SIGSTOP, executor=executor, timeout=10.0)
 
 
 def train_unwatched(victim: int, note: str) -> dict[str, Any]:

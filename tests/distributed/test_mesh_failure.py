@@ -183,7 +183,7 @@ def test_input_that_one_pipeline_refuses_is_refused_by_all() -> None:
 
 def clips_with_fewer(way: str) -> tuple[str, str]:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=5)
+    pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=10)
     x, y = batch(0)
     pipe.step(x, target=y)
     if dist.get_rank() == 2 and way == KILL:
