@@ -289,11 +289,11 @@ class _Planner:
         return row
 
     def _is_better(self, row: Candidate, best: Candidate) -> bool:
-        """Whether it is shorter; or as short up to rounding, and simpler or smaller."""
+        """Whether it is shorter; or as short up to rounding, and simpler, smaller or with fewer messages."""
         value, shortest = self._value(row), self._value(best)
         if not math.isclose(value, shortest, rel_tol=_ROUNDING):
             return value < shortest
-        one, other = ((c.copies, c.stages_per_rank, round(c.peak_memory, 9)) for c in (row, best))
+        one, other = ((c.copies, c.stages_per_rank, round(c.peak_memory, 9), c.messages) for c in (row, best))
         return one < other
 
     def _promising(self, counts: list[int]) -> list[int]:

@@ -1,5 +1,6 @@
 """`fastpipe.plan`: never worse than what is named, within memory, exactly what the simulator says, the same again."""
 
+import math
 import re
 import signal
 import subprocess
@@ -253,6 +254,14 @@ def test_of_equals_the_simplest_is_chosen(count: int) -> None:
     """Times are sums of thirds, and differ in the last bit: that of one stage per rank need not be the least."""
     plan = fastpipe.plan(CostModel(), num_ranks=1, num_microbatches=count)
     assert plan.schedule.num_stages == 1 and list(plan.timeline.peak_activations) == [1]
+
+
+def test_of_equals_the_one_with_the_fewest_messages_is_chosen() -> None:
+    plan = fastpipe.plan(CostModel(), num_ranks=4, num_microbatches=8, effort=0)
+    (chosen,) = [one for one in plan.candidates if one.chosen]
+    equal = [one for one in plan.candidates if math.isclose(one.makespan, chosen.makespan, rel_tol=1e-9)]
+    equal = [one for one in equal if one.stages_per_rank == chosen.stages_per_rank and one.fits]
+    assert len({one.messages for one in equal}) > 1 and chosen.messages == min(one.messages for one in equal)
 
 
 def test_a_placement_that_is_given_is_kept() -> None:
