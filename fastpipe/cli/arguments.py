@@ -341,7 +341,9 @@ def _output_argument(command: Parser, suffix: str) -> None:
 def _file(text: str) -> str:
     """A file's name; elsewhere ``-`` is the standard output, where this command says what it wrote."""
     if text == "-":
-        raise argparse.ArgumentTypeError("'-' is no file: this command writes none to the standard output; name one")
+        raise argparse.ArgumentTypeError(
+            "'-' is no file: this command cannot write to the standard output; give a file"
+        )
     return text
 
 
