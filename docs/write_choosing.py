@@ -18,14 +18,11 @@ from fastpipe import CostModel, Plan
 PAGE = Path(__file__).with_name("choosing-a-schedule.md")
 RANKS, MICROBATCHES, EFFORT = 8, 32, 1.0
 COSTS = {
-    "F = I = W, free transfers": CostModel(),
-    "F, I, W = 1, 1.2, 0.8; transfers 0.05": CostModel(1.0, 1.2, 0.8, comm=0.05),
-    "F, I, W = 1, 1.1, 0.9; transfers 0.2": CostModel(1.0, 1.1, 0.9, comm=0.2),
+    "1, 1, 1; 0": CostModel(),
+    "1, 1.2, 0.8; 0.05": CostModel(1.0, 1.2, 0.8, comm=0.05),
+    "1, 1.1, 0.9; 0.2": CostModel(1.0, 1.1, 0.9, comm=0.2),
 }
-HEADER = (
-    *("costs", "memory", "best of the registry", "bubble", "the plan", "bubble", "bound of the bubble"),
-    *("stages per rank", "messages"),
-)
+HEADER = ("F, I, W; transfer", "memory", "best named schedule", "bubble", "plan", "bubble", "bound", "stages per rank")
 MEMORY = (0.5, 0.625, 0.75, 1.0, 1.5)
 
 
@@ -52,10 +49,12 @@ def row(text: str, memory: float, found: Plan) -> str:
     best = min(fitting, key=lambda one: one.makespan)
     work = found.makespan * (1 - found.bubble_fraction)
     chosen = found.chosen
-    name = "the same" if chosen.name == best.name else chosen.name.removeprefix("plan ")
+    start = chosen.name.removeprefix("plan from ")
+    name = "the same" if chosen.name == best.name else "its order improved" if start == best.name else start
     cells = (
-        *(text, f"{memory:g}", f"`{best.name}`", f"{best.bubble_fraction:.2%}", name, f"{chosen.bubble_fraction:.2%}"),
-        *(f"{max(0.0, 1 - work / found.bound):.2%}", str(chosen.stages_per_rank), str(chosen.messages)),
+        *(text, f"{memory:g}", f"`{best.name.removesuffix(' for the costs')}`", f"{best.bubble_fraction:.2%}"),
+        *(name, f"{chosen.bubble_fraction:.2%}", f"{max(0.0, 1 - work / found.bound):.2%}"),
+        str(chosen.stages_per_rank),
     )
     return f"| {' | '.join(cells)} |"
 

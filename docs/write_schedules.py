@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from pages import finish
 import fastpipe
 from fastpipe import ActionKind, ChannelKind, Op, Program, Schedule, formulas
 from fastpipe.schedules import Family
+from fastpipe.schedules.family import Option
 
 PAGE = Path(__file__).with_name("schedules.md")
 RANKS = 8
@@ -30,52 +33,56 @@ HEAD = """\
 # The schedules
 
 `docs/write_schedules.py` writes this page from the registry and the simulator. `fastpipe.list_schedules()` and
-`fastpipe schedules` print the same names, limits and options.
+`fastpipe schedules` print the same names, limits and options. To draw a schedule:
 
-## How to read it
+```sh
+fastpipe plot dualpipev --ranks 4 --microbatches 16 -o dualpipev.png
+```
 
-A **rank** holds one or more **stages** of the model. Every **microbatch** goes forward through all stages (`F`) and
-back. `B` is the full backward. A split backward is `I`, the backward for the stage's input, for which the previous
-stage waits, and `W`, the backward for the weights, for which none waits. `F&B` is a forward and a backward of another
-microbatch, run as one.
+A **rank** holds one or more **stages** of the model. Every **microbatch** runs forward (`F`) and backward (`B`) through
+all stages. A split backward is `I`, for the stage's input, which the previous stage waits for, and `W`, for the
+weights. `F&B` is a forward and a backward of another microbatch, run as one.
 
 | column | meaning |
 |---|---|
-| stages per rank | stages that a rank holds by default. More stages mean smaller bubbles and more transfers. |
+| stages per rank | the default; more stages mean smaller bubbles and more transfers |
 | bubble | fraction of the makespan (first start to last end of the step) in which ranks are idle |
 | by span | the same if every rank starts its next step at once, without waiting for the others |
-| peak activations | the most that a rank holds at a time, in multiples of 1F1B's. One is held until the end of `W`. |
+| peak activations | the most that a rank holds at a time, until the end of `W` or `B`, in multiples of 1F1B's |
 | weights | copies of the model that all ranks hold together |
-| transfers | messages between ranks for one microbatch's forward; its backward has as many |
+| transfers | messages between ranks for the forward of one microbatch; its backward has as many |
 
 """
 
 NOTE = """
 The numbers are simulated for {ranks} ranks and {microbatches} microbatches, with `F`, `I` and `W` of equal length, `B`
-as long as `I` and `W` together, a pair as long as its parts, and free transfers. Your costs differ: pass them to
-`fastpipe.simulate`, or as `--forward`, `--backward-input`, `--backward-weight` and `--comm` to `fastpipe compare`.
-
-`fastpipe.formulas` has the known closed forms, and refuses numbers outside their range:
-`formulas.smallest_num_microbatches("1f1b", 0.1, num_ranks=8)` is how many microbatches bring the bubble to a tenth.
-
-In a real step `W` has the weight gradients of linears, and `I` all the rest. The numbers of schedules with `I` and `W`
-are for stages whose weights are nearly all in linears, as a transformer's are.
+as long as `I` and `W`, `F&B` as long as its parts, and free transfers. For your costs use `fastpipe.simulate`, or
+`--forward`, `--backward-input`, `--backward-weight` and `--comm` of
 
 ```sh
 fastpipe compare all --ranks {ranks} --microbatches {microbatches}
 ```
+
+In a real step `W` computes the weight gradients of linears only, and `I` the rest: the numbers are for stages whose
+weights are nearly all in linears, as in a transformer.
+
+`fastpipe.formulas` has the closed forms named below (p ranks, m microbatches, v stages per rank), and refuses numbers
+outside their range.
+
+You can also write a schedule (`fastpipe.Schedule.from_actions`), or load one from a CSV file of
+`torch.distributed.pipelining` (`fastpipe.Schedule.from_csv`). All are proved before they run; in a shell,
+`fastpipe validate mine.csv` proves one.
 """
 
-TAIL = """\
-## Your own
+OPTIONS = """
+## Options of several schedules
 
-A schedule may also be written by hand (`fastpipe.Schedule.from_actions`) or loaded from a CSV file in the format of
-`torch.distributed.pipelining` (`fastpipe.Schedule.from_csv`). Both are proved before they run, like those below.
-`fastpipe validate mine.csv` proves one from the command line.
-
-## Every schedule
-
+| option | meaning |
+|---|---|
 """
+
+IGNORED = "; the order is the same for all of them"
+"""What an option says that does not change the order."""
 
 
 @dataclass(frozen=True)
@@ -158,40 +165,45 @@ def row(family: Family, numbers: Numbers) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def section(family: Family, numbers: Numbers) -> str:
+def shared(families: Sequence[Family]) -> dict[str, str]:
+    """The options of several schedules with one text, which the page has once: text by name."""
+    texts = Counter((name, _text(option)) for family in families for name, option in family.options.items())
+    return {name: text for (name, text), count in texts.items() if count > 1}
+
+
+def _text(option: Option) -> str:
+    return option.text.removesuffix(IGNORED)
+
+
+def section(family: Family, numbers: Numbers, common: Mapping[str, str]) -> str:
     """The section of one schedule beneath the table."""
-    schedule = numbers.schedule
     source = sys.modules[family.generate.__module__]
-    ranks, m = 4, 16 if schedule.num_microbatches >= 16 else 4
+    options = family.options.items()
+    once = [f"`{name}={option.default!r}`" for name, option in options if common.get(name) == _text(option)]
+    is_ignored = any(option.text.endswith(IGNORED) for option in family.options.values())
     lines = [
         f"### {family.name}",
         "",
         f"{family.summary[0].upper()}{family.summary[1:]}.",
         "",
         f"* takes: {family.limits}",
-        f"* placement: {schedule.placement.name}; actions: {numbers.kinds}",
+        f"* placement: {numbers.schedule.placement.name}; actions: {numbers.kinds}",
     ]
-    lines += [f"* option `{name}` (`{option.default!r}`): {option.text}" for name, option in family.options.items()]
+    lines += [f"* options: {', '.join(once)}{' (the order does not depend on them)' * is_ignored}"] * bool(once)
+    lines += [f"* `{name}={o.default!r}`: {o.text}" for name, o in options if common.get(name) != _text(o)]
     lines += _closed_forms(family.name)
-    lines += [
-        f"* code and source: [{source.__name__.rpartition('.')[2]}.py](../{source.__name__.replace('.', '/')}.py)",
-        "",
-        "```sh",
-        f"fastpipe plot {family.name} --ranks {ranks} --microbatches {m} -o {family.name}.png",
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
+    file = f"{source.__name__.replace('.', '/')}.py"
+    return "\n".join([*lines, f"* code: [{Path(file).name}](../{file})", ""])
 
 
 def _closed_forms(name: str) -> list[str]:
     """Where `fastpipe.formulas` knows the numbers exactly."""
-    lines = []
+    found: dict[str, list[str]] = {}
     for what, find in (("bubble", formulas.bubble_formula), ("peak activations", formulas.peak_formula)):
         with contextlib.suppress(ValueError):
             formula = find(name)
-            lines.append(f"* closed form of the {what}, for {formula.range}: {formula.source}")
-    return lines
+            found.setdefault(formula.source, []).append(f"{what} for {formula.range}")
+    return [f"* closed form: {'; '.join(whats)} ({source})" for source, whats in found.items()]
 
 
 def page() -> str:
@@ -201,7 +213,10 @@ def page() -> str:
     header = "| schedule | stages per rank | bubble | by span | peak activations | weights | transfers |"
     table = [header, "|---|---:|---:|---:|---:|---:|---:|", *map(row, families, numbers)]
     note = NOTE.format(ranks=RANKS, microbatches=MICROBATCHES[0])
-    return HEAD + "\n".join(table) + "\n" + note + "\n" + TAIL + "\n".join(map(section, families, numbers))
+    common = shared(families)
+    sections = [section(family, measured, common) for family, measured in zip(families, numbers, strict=True)]
+    options = OPTIONS + "".join(f"| `{name}` | {text} |\n" for name, text in common.items())
+    return HEAD + "\n".join(table) + "\n" + note + options + "\n## Every schedule\n\n" + "\n".join(sections)
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ def simulate_program(program: Program, cost: CostModel | None = None, *, lanes: 
         lanes: which channels share an in-order lane; see `fastpipe.machine.lane_numbers`.
 
     Raises:
-        ProgramError: when the program is none, or does not come to its end.
+        ProgramError: when the program is none, or does not finish.
         ValueError: for costs of other stages or ranks.
     """
     cost = CostModel() if cost is None else cost
@@ -48,7 +48,7 @@ def _times(program: Program, cost: CostModel, lanes: Lanes) -> tuple[Sequence[Se
     except (LookupError, ValueError):  # a slot that was never posted, a channel or a stage that there is not
         raise ProgramError(f"{program.name} is no valid program; validate_program names what is wrong") from None
     if outcome.blocked:
-        raise ProgramError(f"{program.name} does not come to its end; validate_program names the cycle")
+        raise ProgramError(f"{program.name} does not finish; validate_program names the cycle")
     return outcome.starts, outcome.ends
 
 

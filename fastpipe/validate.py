@@ -288,8 +288,8 @@ def _check_order(transfers: _Transfers) -> None:
             if out != into:
                 raise ScheduleError(
                     f"rank {destination}, position {transfers.received[into].position}: it receives {_text(into)}, "
-                    f"while rank {source} sends {_text(out)} at position {transfers.sent[out].position}: a message has "
-                    "no name, so it would be taken for the other"
+                    f"while rank {source} sends {_text(out)} at position {transfers.sent[out].position}: "
+                    "messages have no tag, so the receiver would take one for the other"
                 )
 
 

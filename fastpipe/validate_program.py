@@ -344,8 +344,8 @@ def _check_channels(program: Program, checks: list[_RankCheck]) -> None:
             if out != into:
                 raise ProgramError(
                     f"{name}: rank {channel.source} sends {_message_text(out)} at position {at}, while rank "
-                    f"{channel.destination} receives {_message_text(into)} at position {to}: no message has a name, so "
-                    "it would be taken for the other"
+                    f"{channel.destination} receives {_message_text(into)} at position {to}: messages have no tag, "
+                    "so the receiver would take one for the other"
                 )
 
 

@@ -24,7 +24,7 @@ std::int64_t version_of(const at::Tensor& tensor) {
 void require_version(const at::Tensor& tensor, std::int64_t version, const char* what) {
   TORCH_CHECK(
       version_of(tensor) == version, "the ", what, " of a linear, ", tensor.toString(), " ", tensor.sizes(),
-      ", was changed in place between I, which left it for the weight's gradient, and W: it is at version ",
+      ", was changed in place between I and W, which needs it for the weight's gradient: it is at version ",
       version_of(tensor), " instead of ", version,
       "; do not write to it again, clone it before the linear, or use a schedule that does not split backwards");
 }

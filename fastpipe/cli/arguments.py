@@ -17,14 +17,14 @@ _COST_HELP = {
     "forward": "seconds of F",
     "backward_input": "seconds of I",
     "backward_weight": "seconds of W",
-    "backward": "seconds of B; I + W unless given",
-    "overlapped": "seconds of a fused F and B; their sum unless given",
+    "backward": "seconds of B (default: I + W)",
+    "overlapped": "seconds of an overlapped F and B (default: their sum)",
     "comm": "seconds of latency of a transfer",
     "bandwidth": "bytes per second of a link",
-    "activation_bytes": "bytes that a stage hands to the next",
+    "activation_bytes": "bytes of a stage's output",
     "stage_bytes": "bytes that a stage holds of a microbatch from F to W or B",
-    "recompute": "the part of F, 0 to 1, that I or B runs again",
-    "kept_bytes": "bytes that a stage which recomputes holds from F to I or B; its input unless given",
+    "recompute": "fraction of F that I or B runs again, 0 to 1",
+    "kept_bytes": "bytes that a stage which recomputes holds from F to I or B (default: its input)",
 }
 
 _EPILOG = """\
@@ -121,7 +121,7 @@ def _simulate(adder: Any) -> None:
     command = _command(
         adder,
         commands.simulate,
-        "when every action starts and ends: makespan, bubble, and a table of the ranks",
+        "simulate a schedule: makespan, bubble, and a table of the ranks",
         """
         fastpipe simulate dualpipev --ranks 4 --microbatches 16
         fastpipe simulate 1f1b --ranks 4 --microbatches 8 --forward 1 --backward 2 --comm 0.1 --steps
@@ -158,7 +158,7 @@ def _plan(adder: Any) -> None:
     command = _command(
         adder,
         commands.plan,
-        "find the best schedule for your costs and your memory, and how far from the best possible it may be",
+        "find the best schedule for your costs and memory, with a lower bound",
         """
         fastpipe plan --ranks 8 --microbatches 32 --memory 0.625
         fastpipe plan --ranks 8 --microbatches 32 --costs costs.json --memory 0.75 --plot pareto.png --csv plan.csv
@@ -170,11 +170,11 @@ def _plan(adder: Any) -> None:
     command.add_argument("--microbatches", "-m", metavar="N", type=_count(1), help=text)
     text = "what a rank may hold: a fraction of 1F1B's (0.625), '5 activations' of a rank's share, or bytes (40GiB)"
     command.add_argument("--memory", metavar="X", help=text)
-    command.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="what is made short")
-    command.add_argument("--max-stages-per-rank", metavar="N", type=_count(1), default=4, help="at most so many (4)")
-    text = "stages that run their forward again in their backward to save memory: none, all, or those that pay"
+    command.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="what to minimize")
+    command.add_argument("--max-stages-per-rank", metavar="N", type=_count(1), default=4, help="at most (4)")
+    text = "stages that run their forward again in their backward to save memory: none, all, or chosen by the search"
     command.add_argument("--recompute-stages", choices=("none", "full", "auto"), default="none", help=text)
-    text = "how long the search is, as a factor (1: it anneals for half a second to a second)"
+    text = "factor of the search's length (1: it anneals for half a second to a second)"
     command.add_argument("--effort", metavar="X", type=_typed(_number), default=1.0, help=text)
     command.add_argument("--time-limit", metavar="S", type=_typed(_number), help="seconds after which the search ends")
     command.add_argument("--seed", metavar="N", type=_count(0), default=0, help="of the search's random numbers (0)")
@@ -183,7 +183,9 @@ def _plan(adder: Any) -> None:
         command,
         "of a rank's whole share of the model, or by stage (1,1,2); the file may have those of layers (LayerCosts)",
     )
-    command.add_argument("--plot", metavar="FILE", help="draw bubble against memory of all candidates")
+    command.add_argument(
+        "--plot", metavar="FILE", help="draw bubble against memory of all candidates (.png, .svg or .pdf)"
+    )
     command.add_argument("--csv", metavar="FILE", help="write the schedule as torch.distributed.pipelining does")
     command.add_argument("--html", metavar="FILE", help="write the plan as an interactive page")
 
@@ -204,7 +206,7 @@ def _plot(adder: Any) -> None:
     command.add_argument(
         "--against",
         metavar="NAME",
-        help="a second schedule, drawn beneath on the same time axis; costs are then of a rank's share of the model",
+        help="a second schedule, drawn below on the same time axis; costs are then of a rank's share of the model",
     )
     command.add_argument("--title", help="the heading")
     command.add_argument("--critical-path", action="store_true", help="outline the critical path")
@@ -216,7 +218,7 @@ def _html(adder: Any) -> None:
     command = _command(
         adder,
         commands.html,
-        "write a timeline as an interactive page: zoom, pan, what every action waited for, memory",
+        "write a timeline as an interactive page, with zoom, dependencies and memory",
         "fastpipe html dualpipev --ranks 8 --microbatches 32 -o dualpipev.html",
     )
     _simulation_arguments(command)
@@ -238,7 +240,7 @@ def _validate(adder: Any) -> None:
     command = _command(
         adder,
         checks.validate,
-        "prove that a schedule in a file is complete and can run, and its program cannot hang",
+        "prove that a schedule in a file is complete and free of deadlocks",
         """
         fastpipe validate mine.csv
         fastpipe validate mine.csv --json
@@ -252,7 +254,7 @@ def _validate(adder: Any) -> None:
         "--queues",
         type=int,
         metavar="N",
-        help="prove it also for GPUs that have so many hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)",
+        help="prove it also for GPUs with N hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)",
     )
 
 
@@ -268,8 +270,8 @@ def _convert(adder: Any) -> None:
         """,
     )
     command.add_argument("file", metavar="FILE", help="a .csv, or a .json that `fastpipe convert` or `show` wrote")
-    command.add_argument("--to", choices=checks.FORMATS, help="the format; by the suffix of -o, or csv, unless given")
-    command.add_argument("-o", "--output", metavar="FILE", help="where to; `-`, the standard output, unless given")
+    command.add_argument("--to", choices=checks.FORMATS, help="the format (default: by the suffix of -o, or csv)")
+    command.add_argument("-o", "--output", metavar="FILE", help="the output file (default: `-`, the standard output)")
 
 
 def _doctor(adder: Any) -> None:
@@ -318,8 +320,8 @@ def _cost_arguments(command: Parser) -> None:
         "--lanes",
         choices=("directed", "pair", "coalesced", "group"),
         default="directed",
-        help="which channels a transport executes in one order (directed: none share; coalesced: as pair, with a send "
-        "and a receive at one time as one operation)",
+        help="which channels share a queue of the transport (directed: none; coalesced: as pair, with a send and a "
+        "receive of one time as one operation)",
     )
 
 
@@ -334,14 +336,16 @@ def _cost_numbers(command: Parser, text: str) -> Any:
 
 def _output_argument(command: Parser, suffix: str) -> None:
     command.set_defaults(suffix=suffix)
-    text = f"where to; NAME-PxM{suffix} unless given"
+    text = f"the output file (default: NAME-PxM{suffix})"
     command.add_argument("-o", "--output", metavar="FILE", type=_file, help=text)
 
 
 def _file(text: str) -> str:
     """A file's name; elsewhere ``-`` is the standard output, where this command says what it wrote."""
     if text == "-":
-        raise argparse.ArgumentTypeError("'-' is no file: this command writes none to the standard output; name one")
+        raise argparse.ArgumentTypeError(
+            "'-' is no file: this command cannot write to the standard output; give a file"
+        )
     return text
 
 

@@ -151,9 +151,9 @@ class ExecutionArguments:
         self.checked_warn_after()
         if self.overlap == "always" and (dimensions := self.other_dimensions()):
             raise ValueError(
-                f"overlap = 'always': stages run collectives over {', '.join(dimensions)}, which need one order on all "
-                "ranks, while a forward and a backward at the same time have any; use 'auto', with which they take "
-                "turns at fastpipe.all_to_all, or 'never'"
+                f"overlap = 'always': stages run collectives over {', '.join(dimensions)}, which all ranks must "
+                "start in one order, and a forward and a backward in two threads would not; use 'auto', which overlaps "
+                "them at fastpipe.all_to_all, or 'never'"
             )
         ended = [name for name in self.other_dimensions() if MeshGroups.have_ended(name, self.mesh.get_group(name))]
         if ended:

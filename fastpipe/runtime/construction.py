@@ -473,7 +473,7 @@ def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], worl
             )
             raise ValueError(
                 f"the replicas of stage {stage.index} do not build the same pipeline, here {here}: their collectives "
-                "would not match; pass the same in all replicas, of other arguments, too"
+                "would not match; pass the same arguments in all replicas"
             )
 
 

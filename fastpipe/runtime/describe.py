@@ -95,9 +95,9 @@ def recompute_texts(stages: Sequence[Stage]) -> list[str]:
 
 
 def split_text(stages: Sequence[Stage]) -> str:
-    """Which parameters wait for W, which do not, and the peak of the memory that waited."""
+    """Which gradients are computed in W and which in I, and the peak of the memory held for W."""
     if not any(stage.has_split for stage in stages):
-        return "split: weights of linears wait for W; the first step determines which"
+        return "split: W computes the weight gradients of linears; the first step shows which"
     parameters = [(stage, *pair) for stage in stages for pair in unwrapped(stage.module).named_parameters()]
     named = [(f"{stage.index}.{name}", stage.waits(p)) for stage, name, p in parameters if p.requires_grad]
     whole = Counter(re.sub(r"\d+", "*", name) for name, waits in named if not waits)
@@ -106,8 +106,8 @@ def split_text(stages: Sequence[Stage]) -> str:
     in_place = "; added to .grad in place by their products" if fused else ""
     held = ", ".join(f"{stage.index}: {stage.peak_held_bytes / 2**20:.3g}" for stage in stages)
     return (
-        f"split: {sum(waits for _, waits in named)} of {len(named)} parameters wait for W{in_place}; whole in I "
-        f"(stage.name): {kinds}; peak memory waiting for W (MiB), by stage: {held}"
+        f"split: gradients of {sum(waits for _, waits in named)} of {len(named)} parameters in W{in_place}; in I "
+        f"(stage.name): {kinds}; peak memory held for W (MiB), by stage: {held}"
     )
 
 
@@ -149,7 +149,7 @@ def _pairs_in(program: Program, rank: int) -> set[tuple[int, int]]:
 def _why_in_order(
     stages: Sequence[Stage], usage: RngUsage | None, pairs: Collection[tuple[int, int]], *, in_turns: bool
 ) -> list[str]:
-    found = ["those of stages that do not call it"] if in_turns else []
+    found = ["stages that do not call fastpipe.all_to_all"] if in_turns else []
     own = {forward for forward, backward in pairs if forward == backward}
     replicated = {stage.index for stage in stages if stage.parallel is not None}
     if in_turns and replicated & own:
@@ -159,7 +159,7 @@ def _why_in_order(
             f"stages {listed(sorted(replicated), most=None)}, whose replicas communicate in the order of the actions"
         )
     if usage is None:
-        return [*found, "where random numbers or buffers are used in a recompute, known after the first step"]
+        return [*found, "stages that use random numbers or write buffers in a recompute, which the first step shows"]
     if usage.draws and usage.recomputes:
         found.append("all, as stages of this process draw random numbers and recompute")
     elif usage.recomputes and own:

@@ -192,8 +192,8 @@ WAVE_ZB = Family(
         "memory": MEMORY,
         "form": Option(
             "auto",
-            "'compact', best at F = I = W and free transfers; 'slack' and 'even', which bear other costs and hops, "
-            "'even' in the least memory; 'auto': the best one",
+            "'compact', for F = I = W and free transfers; 'slack', for other costs; 'even', for other costs in little "
+            "memory; 'auto', the best of them for the costs",
             lambda value: value in FORMS,
         ),
         **UNIFORM_COSTS,

@@ -172,7 +172,7 @@ def test_shards_are_trained(executor: str) -> None:
     assert own.ok, own
     text = pipe.describe()
     assert "sharded by fully_shard over 2 replicas" in text
-    assert re.search(r"split: [1-9]\d* of \d+ parameters wait for W; whole in I .*norm.weight", text), text
+    assert re.search(r"split: gradients of [1-9]\d* of \d+ parameters in W; in I .*norm.weight", text), text
 
 
 @on_ranks(4)

@@ -159,7 +159,7 @@ def test_replicas_that_do_not_change_alike_are_told_and_go_on(executor: str, gro
     assert all(answer["in cycles"] == "" for answer in answers), answers
     for answer in answers[:2]:
         assert "1 of 2 replicas of stage 1 " in answer["one"]
-        assert "7.2.weight, 7.2.bias; unfreeze, exchange or append" in answer["one"]
+        assert "7.2.weight, 7.2.bias; unfreeze, replace or append" in answer["one"]
     assert answers[1]["one"].startswith("ValueError") and answers[0]["one"].startswith("StepError: rank 1 refused")
     for answer in answers[2:]:
         assert (

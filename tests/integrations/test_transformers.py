@@ -11,7 +11,9 @@ import torch
 import fastpipe
 from tests.runtime.examples import run
 
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate, which is not installed: pip install '.[dev]'")
+pytest.importorskip(
+    "accelerate", reason="the Trainer needs accelerate, which is not installed: pip install '.[integrations]'"
+)
 transformers = pytest.importorskip("transformers")
 
 KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "train_loss")

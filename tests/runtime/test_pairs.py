@@ -51,7 +51,7 @@ def test_dropout_inside_checkpoints_with_torchs_own_generator(schedule: str, exe
 def test_describe_says_why_pairs_go_in_order(executor: str) -> None:
     layers = [Layer(0.3), Layer(), Layer(recomputes=True), Layer()]
     pipe = make(layers, "dualpipev", executor, overlap="always")
-    assert "; in order: where random numbers or buffers are used in a recompute" in pipe.describe()
+    assert "; in order: stages that use random numbers or write buffers in a recompute" in pipe.describe()
     for step in range(3):
         x, y = batch(step)
         pipe.step(x, target=y)

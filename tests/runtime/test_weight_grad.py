@@ -113,11 +113,11 @@ WAITING = {
 def test_describe_tells_what_is_whole_and_what_waited(kernel: str) -> None:
     layers = layers_of(Mlp, 4)
     pipe = Pipeline(layers, "zb_h1", 4, squared, num_ranks=2, executor=kernel)
-    assert "the first step determines which" in pipe.describe()
+    assert "the first step shows which" in pipe.describe()
     pipe.step(batch_of(8)[0], target=batch_of(8)[1])
     text = pipe.describe()
-    assert "split: 8 of 20 parameters wait for W" in text and "*.*.norm.weight (4)" in text
-    assert "waiting for W (MiB)" in text and all(stage.peak_held_bytes > 0 for stage in pipe._stages)
+    assert "split: gradients of 8 of 20 parameters in W" in text and "*.*.norm.weight (4)" in text
+    assert "held for W (MiB)" in text and all(stage.peak_held_bytes > 0 for stage in pipe._stages)
 
 
 def test_describe_tells_that_nothing_waits(kernel: str) -> None:
@@ -126,7 +126,7 @@ def test_describe_tells_that_nothing_waits(kernel: str) -> None:
     pipe = Pipeline(layers, "zb_h1", 2, squared, num_ranks=2, executor=kernel)
     pipe.step(batch_of(4)[0], target=batch_of(4)[1])
     assert (
-        "split: 0 of 4 parameters wait for W; whole in I (stage.name): *.*.weight (2), *.*.bias (2)" in pipe.describe()
+        "split: gradients of 0 of 4 parameters in W; in I (stage.name): *.*.weight (2), *.*.bias (2)" in pipe.describe()
     )
 
 

@@ -129,17 +129,24 @@ def test_the_page_of_schedules_has_them_all() -> None:
 
 
 def test_the_page_of_schedules_shows_commands_that_work() -> None:
-    """Parsed, and their schedules generated; drawing each would take long."""
+    """Parsed, and their schedules generated; drawing takes long."""
     if not (PACKAGE / "cli").is_dir():
         pytest.skip("there is no command line yet")
     parse = importlib.import_module("fastpipe.cli.arguments").parser().parse_args
-    drawn = []
-    for line in (line for block in blocks(REPOSITORY / "docs/schedules.md", "sh") for line in block.splitlines()):
-        arguments = parse(line.split()[1:])
-        if line.startswith("fastpipe plot"):
-            fastpipe.make_schedule(arguments.name, num_ranks=arguments.ranks, num_microbatches=arguments.microbatches)
-            drawn.append(arguments.name)
-    assert drawn == list(FAMILIES)
+    lines = [line for block in blocks(REPOSITORY / "docs/schedules.md", "sh") for line in block.splitlines()]
+    drawn, compared = (parse(line.split()[1:]) for line in lines)
+    fastpipe.make_schedule(drawn.name, num_ranks=drawn.ranks, num_microbatches=drawn.microbatches)
+    assert compared.names == ["all"]
+
+
+def test_the_page_of_schedules_has_every_option_once() -> None:
+    text = (REPOSITORY / "docs/schedules.md").read_text()
+    for family in FAMILIES.values():
+        section = text.partition(f"### {family.name}\n")[2].partition("\n### ")[0]
+        for name, option in family.options.items():
+            assert f"`{name}={option.default!r}`" in section
+            own, common = f"`: {option.text}\n", f"| `{name}` | {option.text.partition('; the order is')[0]} |"
+            assert text.count(common) == 1 or own in section
 
 
 def test_the_schedule_of_the_contributing_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

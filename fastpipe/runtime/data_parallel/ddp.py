@@ -289,7 +289,7 @@ class Reduced:
         if not same_text(text, [self.wrapper.process_group], self.wrapper.device):
             raise ValueError(
                 f"data_parallel: the replicas of stage {self.stage} do not have the same new parameters, "
-                f"here {listed(self.unreduced())}; unfreeze, exchange or append the same layers in all replicas"
+                f"here {listed(self.unreduced())}; unfreeze, replace or append the same layers in all replicas"
             )
 
     def _broadcast(self) -> None:
@@ -368,7 +368,7 @@ class Replicated(DataParallel):
                 raise ValueError(
                     f"data_parallel: {count} of {self.num_replicas} replicas of stage {self.stage} have trainable "
                     "parameters that were not trainable when it was wrapped, here "
-                    f"{listed(self._reduced[wrapper].unreduced())}; unfreeze, exchange or append "
+                    f"{listed(self._reduced[wrapper].unreduced())}; unfreeze, replace or append "
                     "the same layers in all replicas"
                 )
         found = [wrapper for wrapper, count in missing.items() if count]
@@ -447,7 +447,7 @@ class Replicated(DataParallel):
         if num_skipping:
             cause = (
                 f"data_parallel: {num_skipping} of {self.num_replicas} replicas have new trainable parameters since "
-                "the last step, and this one has none; unfreeze, exchange or append the same layers in all replicas"
+                "the last step, and this one has none; unfreeze, replace or append the same layers in all replicas"
             )
             raise FailureError(Failure(None, cause))
         if not num_failed:

@@ -45,10 +45,10 @@ class Use:
         ):
             if version_of(tensor) != version:
                 raise RuntimeError(
-                    f"the {what} of a linear, {tensor.type()} {list(tensor.shape)}, was changed in place between I, "
-                    f"which left it for the weight's gradient, and W: it is at version {version_of(tensor)} instead of "
-                    f"{version}; do not write to it again, clone it before the linear, or use a schedule that does "
-                    "not split backwards"
+                    f"the {what} of a linear, {tensor.type()} {list(tensor.shape)}, was changed in place between I "
+                    "and W, which needs it for the weight's gradient: it is at version "
+                    f"{version_of(tensor)} instead of {version}; do not write to it again, clone it before the linear, "
+                    "or use a schedule that does not split backwards"
                 )
 
 

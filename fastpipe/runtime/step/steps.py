@@ -71,17 +71,17 @@ logger = logging.getLogger("fastpipe")
 
 
 def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
-    """Warn if most weights of linears do not wait for W, as under torch.compile: the schedule then gains little."""
+    """Warn if most weight gradients of linears are computed in I, as under torch.compile: W then gains little."""
     modules = (module for stage in stages if stage.has_split for module in stage.module.modules())
     linears = (module for module in modules if isinstance(module, nn.Linear))
     weights = {tuple(map(id, found)): found for found in map(_trained_weights, linears) if found}
     waiting = sum(any(stage.waits(p) for stage in stages for p in found) for found in weights.values())
     if 2 * waiting < len(weights):
         logger.warning(
-            "the schedule splits the backward, but the weights of only %d of %d linears here wait for W; the "
-            "gradients of the others are computed in I, so that the schedule gains little. Linears do not wait in "
-            "blocks under torch.compile (compile what is between them), and in a forward that runs within a backward; "
-            "else use a schedule without W (describe() lists parameters)",
+            "the schedule splits the backward, but W computes the weight gradients of only %d of %d linears here; the "
+            "others are computed in I, so the schedule gains little. Blocks under torch.compile compute all of theirs "
+            "in I (compile what is between the linears), and so does a forward that runs within a backward; else use "
+            "a schedule without W (describe() lists parameters)",
             waiting,
             len(weights),
         )

@@ -195,7 +195,7 @@ class Watchdog:
             if rank == own:
                 said = text or self._text()
             elif step != (self._step if is_active else self._step - 1):
-                said = "has not said anything: it is stopped or dead, or has just begun this step"
+                said = "has not reported: it is stopped or dead, or has just begun this step"
             elif is_active:
                 first = min(first, rank)
             lines.append(f"rank {rank} {said}")

@@ -438,7 +438,7 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
             return dist.ProcessGroupGloo(own, member.rank, member.size, timeout=timeout)
         except RuntimeError as error:
             if missing := [rank for rank in range(member.size) if not own.check([f"came/{rank}"])]:
-                cause = f"did not come to connect within {timeout.total_seconds():g} s; see what it is doing"
+                cause = f"did not connect within {timeout.total_seconds():g} s; see what it is doing"
                 raise lost_peer(f"rank {missing[0]} {cause}, or set a longer timeout", missing[0]) from error
             raise
 
