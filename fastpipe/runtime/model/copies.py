@@ -221,7 +221,8 @@ class StageCopies:
         microbatches that it has seen. Called when the step has run."""
         for parameter, version in self._noted:
             if version_of(parameter) != version:
-                raise ValueError(self._written.format(next(name for name, p in self._named() if p is parameter)))
+                unnamed = f"of shape {tuple(parameter.shape)} that it also replaced"
+                raise ValueError(self._written.format(next((n for n, p in self._named() if p is parameter), unnamed)))
 
     def after_step(self, succeeded: bool) -> None:
         """Sum the two halves, and add the saved gradients."""
