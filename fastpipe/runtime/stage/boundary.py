@@ -212,7 +212,7 @@ def to_tensors(
         ValueError: for a tree that cannot be encoded; names the stage.
     """
     if not carried:
-        value = value.clone() if torch_private.is_collective_result(value) else value
+        value = _complete(value)
         if isinstance(value, torch.Tensor) and _is_plain((value,)):
             return (value,)
         if type(value) in (tuple, list) and _is_plain(value) and (received is None or received.made(value)):
@@ -301,10 +301,14 @@ def _is_plain(values: Any) -> bool:
     return not (values and _is_treespec(values[0])) and len(set(map(id, values))) == len(values)
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def _local(tensor: Any) -> Any:
     """A DTensor's shard, or any other tensor itself; differentiable."""
-    local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local.clone() if torch_private.is_collective_result(local) else local
+    return _complete(tensor.to_local() if is_dtensor(tensor) else tensor)
+
+
+def _complete(value: Any) -> Any:
+    """The value; of a collective that may still run, its result."""
+    return value.clone() if torch_private.is_collective_result(value) else value
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
