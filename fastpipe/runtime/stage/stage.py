@@ -29,7 +29,6 @@ from fastpipe.runtime.model import (
     split_carried,
     with_recompute,
 )
-from fastpipe.runtime.stage.all_to_all import OtherHalfError, num_calls
 from fastpipe.runtime.stage.boundary import (
     TreespecCache,
     from_tensors,
@@ -40,7 +39,7 @@ from fastpipe.runtime.stage.boundary import (
 from fastpipe.runtime.stage.context import ActionContext, ContextFactory
 from fastpipe.runtime.stage.held import HeldTensors, ReceivedTensors, enter
 from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses, StageWork
-from fastpipe.runtime.stage.pairs import METHOD, Criterion, fuse, method_of, one_or_all
+from fastpipe.runtime.stage.pairs import METHOD, Criterion, OtherHalfError, fuse, method_of, num_calls, one_or_all
 from fastpipe.runtime.stage.random_numbers import RandomNumbers
 from fastpipe.runtime.stage.weight_grad import SplitReport, WeightGradients, make_weight_gradients
 
