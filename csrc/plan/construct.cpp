@@ -86,8 +86,8 @@ class Constructor {
     if (ends_[task] >= 0.0) return false;  // a fused pair stands in two lines
     const double take = tasks_.take(task);
     if (take > 0.0 && held_[rank] + take + reserve_[task] > tasks_.limit(rank) + kSlack) return false;
-    const Lists& before = tasks_.before();
-    return std::all_of(before.begin(task), before.end(task), [&](int32_t other) { return ends_[other] >= 0.0; });
+    const Span before = tasks_.before()[task];
+    return std::all_of(before.begin(), before.end(), [&](int32_t other) { return ends_[other] >= 0.0; });
   }
 
   double arrival_of(int32_t task) const {
@@ -107,10 +107,9 @@ class Constructor {
     held_[rank] = held_[rank] + tasks_.take(task) - tasks_.give(task);
     order[written_[rank]++] = task;
     events_.emplace(end, rank);
-    const Consumers consumers = tasks_.consumers();
-    for (const int32_t* other = consumers.begin(task); other != consumers.end(task); ++other) {
-      const double arrival = arrival_of(*other);
-      if (arrival < kNever) events_.emplace(arrival, tasks_.rank_of(*other));
+    for (const int32_t other : tasks_.consumers(task)) {
+      const double arrival = arrival_of(other);
+      if (arrival < kNever) events_.emplace(arrival, tasks_.rank_of(other));
     }
   }
 

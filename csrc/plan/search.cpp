@@ -97,8 +97,8 @@ bool Search::shift_chain(int32_t task, int32_t distance) {
 int32_t Search::follower(int32_t task, int32_t way) const {
   if (way == 0) return tasks_.source(task, 0);
   if (way == 1) {
-    const Consumers consumers = tasks_.consumers();
-    return consumers.begin(task) == consumers.end(task) ? kNobody : *consumers.begin(task);
+    const Span consumers = tasks_.consumers(task);
+    return consumers.first == consumers.last ? kNobody : *consumers.first;
   }
   return tasks_.next(task);
 }
@@ -206,19 +206,13 @@ bool Search::make_room(int32_t rank, int32_t position) {
 
 int32_t Search::earliest(int32_t task) const {
   int32_t place = tasks_.first(tasks_.rank_of(task));
-  const Lists& before = tasks_.before();
-  for (const int32_t* other = before.begin(task); other != before.end(task); ++other) {
-    place = std::max(place, order_.place[*other] + 1);
-  }
+  for (const int32_t other : tasks_.before()[task]) place = std::max(place, order_.place[other] + 1);
   return place;
 }
 
 int32_t Search::latest(int32_t task) const {
   int32_t place = tasks_.last(tasks_.rank_of(task)) - 1;
-  const Lists& after = tasks_.after();
-  for (const int32_t* other = after.begin(task); other != after.end(task); ++other) {
-    place = std::min(place, order_.place[*other] - 1);
-  }
+  for (const int32_t other : tasks_.after()[task]) place = std::min(place, order_.place[other] - 1);
   return place;
 }
 
