@@ -14,9 +14,8 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MethodType
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -183,13 +182,11 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    contexts = partial(_contexts, module)
+
+    def contexts() -> tuple[Any, Any]:  # of the forward, and of its repetitions
+        return contextlib.nullcontext(), _BuffersKept(module)
+
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _contexts(module: nn.Module) -> tuple[Any, Any]:
-    """The contexts of the forward, and of its repetitions."""
-    return contextlib.nullcontext(), _BuffersKept(module)
 
 
 class _BuffersKept:
@@ -277,12 +274,6 @@ class Layers(Sequence[nn.Module]):
 
     def __len__(self) -> int:
         return len(self._layers)
-
-    @overload
-    def __getitem__(self, index: int) -> nn.Module: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[nn.Module]: ...
 
     def __getitem__(self, index: Any) -> Any:
         return self._layers[index]

@@ -129,16 +129,12 @@ def _class(module: str, name: str) -> type:
     )
     if not is_allowed:
         # a class defined in a function is not an attribute of its module
-        nodes = [kind for kind in reversed(pytree.SUPPORTED_NODES) if _is_called(kind, module, name)]
+        nodes = [k for k in reversed(pytree.SUPPORTED_NODES) if (k.__module__, k.__qualname__) == (module, name)]
         if not nodes:
             raise ValueError(f"no class {module}.{name} is registered with torch.utils._pytree in this process")
         found = nodes[0]
     made: type = found
     return made
-
-
-def _is_called(kind: Any, module: str, name: str) -> bool:
-    return bool(kind.__module__ == module and kind.__qualname__ == name)
 
 
 _KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -279,11 +275,6 @@ def from_tensors(
 def _is_one_value(tree: Any) -> bool:
     """Whether pytree would take it apart: it makes a tuple of a torch.Size."""
     return isinstance(tree, torch.Size) or is_block_mask(tree)
-
-
-def is_lasting(text: bytes) -> bool:
-    """Whether a treespec has no values, so that other microbatches may have the same one."""
-    return _is_empty(text.partition(_END)[2])
 
 
 def _is_empty(values: bytes) -> bool:
@@ -457,7 +448,7 @@ class TreespecCache:
         if not self._announcing and key in self._current:
             return self._current[key]
         text = treespec_text(treespec)
-        if self._announcing and is_lasting(text):
+        if self._announcing and _is_empty(text.partition(_END)[2]):
             self._current[key] = text
         return text
 

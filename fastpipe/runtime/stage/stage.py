@@ -62,10 +62,6 @@ class Record:
 _NOTHING = contextlib.nullcontext()
 
 
-def _stay() -> None:
-    """Do nothing."""
-
-
 class Stage:
     """One slice of the model.
 
@@ -127,7 +123,7 @@ class Stage:
         self.treespecs = treespecs
         self.why_one_tensor = why_one_tensor
         self.bare = wrapped and self.parallel is None
-        self.leave_mesh: Callable[[], None] = _stay
+        self.leave_mesh: Callable[[], None] = lambda: None
         self.held = held
         self._received_tensors: ReceivedTensors | None = None
         self.recorder: Callable[[int, Tensors, Callable[[int, Tensors], Tensors]], Tensors] | None = None

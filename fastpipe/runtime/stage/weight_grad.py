@@ -238,7 +238,7 @@ class WeightGradients:
             self._pending = [pending for pending in self._pending if pending.task != task]
             # the engine runs nodes from last to first created
             rest = [one for one in group if not (self.fuses and accumulate_in_place(one.edge.node, one.uses))]
-            sources = [_source(pending) for pending in reversed(rest)]
+            sources: list[Any] = [_Source.apply(one.weight, one.uses) for one in reversed(rest)]  # type: ignore[no-untyped-call]
             torch.autograd.backward(sources, [torch.empty_like(source) for source in sources])
 
     def held_bytes(self) -> int:
@@ -392,11 +392,6 @@ class _Source(torch.autograd.Function):
             total = part if total is None else total.add_(part)
         ctx.uses.clear()
         return total, None
-
-
-def _source(pending: _Pending) -> torch.Tensor:
-    made: torch.Tensor = _Source.apply(pending.weight, pending.uses)  # type: ignore[no-untyped-call]
-    return made
 
 
 def _plain(tensor: torch.Tensor, like: torch.Tensor) -> bool:

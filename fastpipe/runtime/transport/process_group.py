@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -43,7 +43,7 @@ from fastpipe.runtime.common import (
     torch_private,
 )
 from fastpipe.runtime.transport.groups import Membership, OwnGroups, backend_of
-from fastpipe.runtime.transport.transport import Endpoint, Message, SpecBook, Transport
+from fastpipe.runtime.transport.transport import Endpoint, Message, Transport
 
 HEADER = 512
 """Number of int64 values in a header."""
@@ -118,20 +118,16 @@ class ProcessGroupEndpoint(Endpoint):
     """One rank's side of `ProcessGroups`, on a CPU."""
 
     def __init__(self, transport: ProcessGroups, channels: Sequence[Channel], rank: int, timeout: float) -> None:
+        super().__init__()
         self.transport = transport
         self.groups = transport.groups
         self.channels = channels
         self.rank = rank
         self.timeout = timedelta(seconds=timeout)
-        self.book = SpecBook()
         self.queued: dict[int, deque[_Receive]] = {}
         self.receives: dict[int, _Receive] = {}
         self.sends: dict[int, tuple[int, list[Any]]] = {}
         self.broken: set[int] = set()
-
-    def begin(self, signature: Hashable, announce: bool) -> None:
-        """See `Endpoint.begin`."""
-        self.book.begin(signature, announce)
 
     def post_recv(self, message: Message, channel: int, slot: int) -> None:
         """See `Endpoint.post_recv`."""
