@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kWatchSlice{50};
 // After a death is seen, in which every process learns of it: what its device has not done by then is aborted
-// (fastpipe/runtime/executor/events.py), and reported as the death of that rank. Nobody trusts what comes of an aborted
+// (fastpipe/runtime/executor/ranks.py), and reported as the death of that rank. Nobody trusts what comes of an aborted
 // queue, as LinkWords says that it is; this is so that what was there before is known to be good.
 constexpr std::chrono::milliseconds kDeathGrace{250};
 

@@ -21,13 +21,14 @@ from fastpipe.action import NONE
 from fastpipe.program import Instruction, Op, Program
 from fastpipe.runtime import native
 from fastpipe.runtime.common import CPU, Tensors
-from fastpipe.runtime.executor.events import Check
 from fastpipe.runtime.stage import IN_ORDER, WAYS, PairCounts, Pairs, Stage, last_microbatches
 from fastpipe.runtime.transport import Transport
 
 Seconds = npt.NDArray[np.float64]
 OnFailure = Callable[[int, BaseException], None]
 """``(position in the program, exception)``; called at once, before the rank drains the rest."""
+Check = Callable[[], None]
+"""Raises FailureError if a stream was unblocked without its message."""
 
 
 @dataclass(eq=False, repr=False)

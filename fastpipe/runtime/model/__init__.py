@@ -62,6 +62,8 @@ from fastpipe.runtime.model.modules import (
     find_device,
     find_ties,
     flags_of,
+    from_torch,
+    group_of,
     named_parameters,
     prefixes_message,
     prefixes_of,
@@ -81,4 +83,3 @@ from fastpipe.runtime.model.tied import (
     parameter_of,
     share,
 )
-from fastpipe.runtime.model.torch_stages import from_torch, group_of
