@@ -495,16 +495,9 @@ void SharedMemoryTransport::wait(const SharedMemoryPeer& peer, std::uint32_t rea
   const SharedMemoryWakeup wakeup = link_->wakeup();
   const Clock::time_point deadline = Clock::now() + as_duration(timeout_seconds_);
   while (true) {
-    const std::uint32_t count = wakeup.prepare_wait(reason);
-    bool now = false;
-    try {
-      now = look(ready);
-    } catch (...) {
-      wakeup.cancel_wait();
-      throw;
-    }
-    if (now) return wakeup.cancel_wait();
-    const bool woken = wakeup.wait(count, kSliceMilliseconds);
+    const auto waited = wakeup.wait(reason, [&] { return look(ready); });
+    if (waited == SharedMemoryWakeup::Waited::kNot) return;
+    const bool woken = waited == SharedMemoryWakeup::Waited::kUntilWoken;
     // Asked before the last look, for what it sent before it died counts.
     const bool alive = woken || peer.alive();
     if (look(ready)) return;
@@ -538,18 +531,8 @@ void SharedMemoryTransport::drop_all_peers(const std::string& why) {
 }
 
 void SharedMemoryTransport::serve(const std::atomic<bool>& over) {
-  const SharedMemoryWakeup wakeup = link_->wakeup();
-  while (!over.load()) {
-    const std::uint32_t count = wakeup.prepare_wait(kForSpace);
-    bool idle = false;
-    try {
-      idle = advance();
-    } catch (...) {
-      wakeup.cancel_wait();
-      throw;
-    }
-    if (idle || over.load()) return wakeup.cancel_wait();
-    wakeup.wait(count, kSliceMilliseconds);
+  const auto served = [&] { return advance() || over.load(); };
+  while (!over.load() && link_->wakeup().wait(kForSpace, served) != SharedMemoryWakeup::Waited::kNot) {
   }
 }
 
