@@ -12,6 +12,7 @@ from fastpipe.runtime.model.chain import (
     Chain,
     Layers,
     Policy,
+    SplitLayers,
     WholeNames,
     accepted_names,
     as_arguments,

@@ -266,8 +266,6 @@ class Layers(Sequence[nn.Module]):
         names: of each layer in the unsplit model; default: its index.
     """
 
-    _layers: Sequence[nn.Module] = ()
-
     def __init__(self, layers: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
         self._layers = list(layers)
         self._names = [str(i) for i in range(len(self._layers))] if names is None else list(names)
@@ -282,15 +280,25 @@ class Layers(Sequence[nn.Module]):
         """Consecutive layers as one module."""
         return Chain({self._names[i]: self._layers[i] for i in indices})
 
-    def check_unhooked(self, indices: Iterable[int]) -> None:
-        """Refuse hooks of layers that `chain` would not call."""
-        for i in indices:
-            if self._layers and torch_private.has_hooks(self._layers[i]):
+
+class SplitLayers(Layers):
+    """The layers of a model that was split; ``make`` returns consecutive ones of ``count`` as one module."""
+
+    def __init__(self, make: Callable[[list[int]], WholeNames], count: int) -> None:
+        self._make = make
+        super().__init__(make([layer]) for layer in range(count))
+
+    def chain(self, indices: Iterable[int]) -> WholeNames:
+        """Consecutive layers as one module, with the model's parameters and names, and without hooks of these."""
+        own = list(indices)
+        for i in own:
+            if torch_private.has_hooks(self[i]):
                 raise ValueError(
                     f"stages: layer {i} of the split model has hooks, those of fully_shard for example, and a stage "
                     "would not call them; add them to the model's own modules before split, or to each stage in a "
                     "function stage_index -> module, made by layers.chain(indices)"
                 )
+        return self._make(own)
 
 
 def as_layers(stages: Any) -> Layers | None:

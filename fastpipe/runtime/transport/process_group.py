@@ -520,9 +520,8 @@ class CoalescedGroups(ProcessGroups):
 
     def _make_pair(self, peer: int) -> OwnGroups:
         both = sorted((self.rank, peer))
-        member = replace(
-            self._member, rank=both.index(self.rank), size=2, ranks=tuple(self._member.ranks[rank] for rank in both)
-        )
+        ranks = tuple(self._member.ranks[rank] for rank in both)
+        member = replace(self._member, rank=both.index(self.rank), ranks=ranks)
         made = OwnGroups(member, [f"pair {both}"], self.timeout)
         if self.device.type != "cpu":
             first = functools.partial(self._first_operation, made.groups[0], both.index(peer))
