@@ -1,7 +1,6 @@
 // List scheduling by keys, as fastpipe/planner/engine.py does it. Every rank that is free starts the task of the
 // lowest key among those that may run, or waits a little for a better one.
 #include <algorithm>
-#include <exception>
 #include <limits>
 #include <queue>
 #include <utility>
@@ -132,7 +131,7 @@ class Constructor {
 extern "C" int32_t fastpipe_plan_construct(const PlanTasks* given, int32_t span, int32_t count, const double* keys,
                                            const double* reserves, const double* patience, int32_t* orders,
                                            double* objectives) {
-  try {
+  return fastpipe::plan::guarded<int32_t>(0, [&] {
     const fastpipe::plan::Tasks tasks(*given);
     for (int32_t i = 0; i < count; ++i) {
       const int64_t row = int64_t{i} * tasks.size();
@@ -143,7 +142,5 @@ extern "C" int32_t fastpipe_plan_construct(const PlanTasks* given, int32_t span,
       if (retimer.run()) objectives[i] = retimer.objective();
     }
     return 1;
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }

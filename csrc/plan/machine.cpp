@@ -1,7 +1,6 @@
 #include "plan/machine.h"
 
 #include <algorithm>
-#include <exception>
 #include <limits>
 #include <map>
 #include <utility>
@@ -241,10 +240,8 @@ void Machine::finish(const Transfer& transfer, double end) {
 
 extern "C" int32_t fastpipe_plan_simulate(const PlanOrders* program, const int32_t* lane_of, const PlanCosts* costs,
                                           double* const* starts, double* const* ends) {
-  try {
+  return fastpipe::plan::guarded<int32_t>(0, [&] {
     const fastpipe::plan::Orders orders(*program);
     return fastpipe::plan::Machine(orders, lane_of, costs, starts, ends).run();
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <exception>
 #include <functional>
 #include <stdexcept>
 
@@ -348,7 +347,7 @@ int32_t Retimer::reason(int32_t task) const {
 }  // namespace fastpipe::plan
 
 extern "C" int32_t fastpipe_plan_retime(const PlanTasks* given, const int32_t* order, double* starts, double* ends) {
-  try {
+  return fastpipe::plan::guarded<int32_t>(0, [&] {
     const fastpipe::plan::Tasks tasks(*given);
     const fastpipe::plan::Order as_given(tasks, order);
     fastpipe::plan::Retimer retimer(tasks, as_given, false);
@@ -358,7 +357,5 @@ extern "C" int32_t fastpipe_plan_retime(const PlanTasks* given, const int32_t* o
       ends[task] = retimer.end(task);
     }
     return 1;
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }

@@ -1,7 +1,6 @@
 #include "plan/search.h"
 
 #include <algorithm>
-#include <exception>
 #include <memory>
 
 namespace fastpipe::plan {
@@ -261,33 +260,27 @@ struct Begun {
 }  // namespace
 
 extern "C" void* fastpipe_plan_search(const PlanTasks* given, const int32_t* order, int32_t span, uint64_t seed) {
-  try {
+  return fastpipe::plan::guarded<void*>(nullptr, [&] {
     auto begun = std::make_unique<Begun>(*given, order, span != 0, seed);
     return begun->search.begin() ? begun.release() : nullptr;
-  } catch (const std::exception&) {
-    return nullptr;
-  }
+  });
 }
 
 extern "C" int32_t fastpipe_plan_improve(void* begun, int64_t attempts, double hot, double cold) {
-  try {
+  return fastpipe::plan::guarded<int32_t>(0, [&] {
     static_cast<Begun*>(begun)->search.improve(attempts, hot, cold);
     return 1;
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }
 
 extern "C" int32_t fastpipe_plan_best(const void* begun, int32_t* order, double* objective) {
-  try {
+  return fastpipe::plan::guarded<int32_t>(0, [&] {
     const fastpipe::plan::Search& search = static_cast<const Begun*>(begun)->search;
     const std::vector<int32_t> best = search.best();
     std::copy(best.begin(), best.end(), order);
     *objective = search.best_objective();
     return 1;
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }
 
 extern "C" void fastpipe_plan_end_search(void* begun) {

@@ -37,7 +37,6 @@ namespace {
 
 using Columns = py::array_t<std::int32_t, py::array::c_style | py::array::forcecast>;
 using ChannelTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t>;
-using StageTuple = std::tuple<std::int32_t, bool, bool, bool>;
 
 std::vector<Channel> to_channels(const std::vector<ChannelTuple>& tuples) {
   std::vector<Channel> channels;
@@ -60,12 +59,10 @@ struct Transports {
 };
 
 std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
-                                    const std::vector<ChannelTuple>& channels, const std::vector<StageTuple>& stages,
+                                    const std::vector<ChannelTuple>& channels, const std::vector<StagePlace>& stages,
                                     const Transports& transport, double timeout, const at::Device& device, int pairs,
                                     std::vector<c10::Stream> streams) {
-  std::vector<StagePlace> places;
-  for (const auto& [index, is_first, is_last, fused] : stages) places.push_back({index, is_first, is_last, fused});
-  return std::make_unique<Runner>(to_program(rank, columns, channels), places, transport.connect, timeout, device,
+  return std::make_unique<Runner>(to_program(rank, columns, channels), stages, transport.connect, timeout, device,
                                   static_cast<PairWay>(pairs), std::move(streams));
 }
 
