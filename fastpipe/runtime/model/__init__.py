@@ -54,10 +54,11 @@ from fastpipe.runtime.model.cuts import (
     layer_ranges,
     restored,
 )
-from fastpipe.runtime.model.meta import Unfilled, assignable, skeleton
 from fastpipe.runtime.model.modules import (
     NamedParameter,
     Stages,
+    Unfilled,
+    assignable,
     build_modules,
     check_device,
     find_device,
@@ -68,6 +69,7 @@ from fastpipe.runtime.model.modules import (
     named_parameters,
     prefixes_message,
     prefixes_of,
+    skeleton,
     state_prefix,
 )
 from fastpipe.runtime.model.tied import (

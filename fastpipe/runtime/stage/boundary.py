@@ -78,11 +78,23 @@ def _name_of_kind(value: Any) -> str:
     return _NAMES[kind]
 
 
-def _sequence(kind: Any) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
+_Kind = tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]
+"""Type, encoder, decoder."""
+
+
+def _number(kind: Any, layout: str, parts: Callable[[Any], tuple[Any, ...]]) -> _Kind:
+    return (
+        kind,
+        lambda value: struct.pack(layout, *parts(value)).hex(),
+        lambda given: kind(*struct.unpack(layout, bytes.fromhex(given))),
+    )
+
+
+def _sequence(kind: Any) -> _Kind:
     return kind, lambda value: list(map(to_data, value)), lambda given: kind(map(from_data, given))
 
 
-def _steps(kind: Any) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
+def _steps(kind: Any) -> _Kind:
     return (
         kind,
         lambda value: list(map(to_data, (value.start, value.stop, value.step))),
@@ -90,7 +102,7 @@ def _steps(kind: Any) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
     )
 
 
-def _of_torch(kind: Any) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
+def _of_torch(kind: Any) -> _Kind:
     def read(name: str) -> Any:
         found = getattr(torch, name, None)
         if type(found) is not kind:
@@ -137,23 +149,11 @@ def _class(module: str, name: str) -> type:
     return made
 
 
-_KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "int": (
-        int,
-        lambda value: value.to_bytes(8, "little", signed=True).hex(),
-        lambda given: int.from_bytes(bytes.fromhex(given), "little", signed=True),
-    ),
+_KINDS: dict[str, _Kind] = {
+    "int": _number(int, "<q", lambda value: (value,)),
     "long": (None, str, int),
-    "float": (
-        float,
-        lambda value: struct.pack("<d", value).hex(),
-        lambda given: struct.unpack("<d", bytes.fromhex(given))[0],
-    ),
-    "complex": (
-        complex,
-        lambda value: struct.pack("<dd", value.real, value.imag).hex(),
-        lambda given: complex(*struct.unpack("<dd", bytes.fromhex(given))),
-    ),
+    "float": _number(float, "<d", lambda value: (value,)),
+    "complex": _number(complex, "<dd", lambda value: (value.real, value.imag)),
     "bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
     "dict": (
         dict,
@@ -167,7 +167,6 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "class": (None, _name, lambda given: _class(*given)),
     "enum": (None, lambda value: [_name(type(value)), value.name], _member),
 }
-"""Per kind: type, encoder, decoder."""
 _NAMES = {kind: name for name, (kind, _, _) in _KINDS.items() if kind is not None}
 
 
