@@ -266,7 +266,7 @@ void Executor::execute(const Step& step, std::size_t position) {
   if (!failed_.load(std::memory_order_relaxed)) {
     observer_->starts(position);
     try {
-      perform(step, position);
+      perform(step, position, false);
       observer_->ends(position);
       return;
     } catch (...) {
@@ -275,29 +275,33 @@ void Executor::execute(const Step& step, std::size_t position) {
     }
   }
   // An instruction that failed has not begun its transfer, or has broken its peer: draining it does the rest.
-  drain(step, position);
+  try {
+    perform(step, position, true);
+  } catch (...) {
+    report(position);
+  }
 }
 
-void Executor::perform(const Step& step, std::size_t position) {
+void Executor::perform(const Step& step, std::size_t position, bool failed) {
   switch (step.op) {
     case Op::kPostRecv:
       return transport_->post_receive(step.transfer, step.slot, *slots_[step.slot]);
     case Op::kWaitRecv:
-      return wait_receive(step);
+      // False: a stand-in, whose sender has failed and reported why; here there is nothing to report.
+      if (!transport_->wait_receive(step.slot)) fail();
+      return;
     case Op::kSend:
-      return send(step);
+      return failed ? transport_->post_stand_in(step.transfer, step.slot) : send(step);
     case Op::kWaitSend:
       return wait_send(step);
-    case Op::kHandOver:
-      return step.stage->take(step.kind, step.microbatch, *slots_[step.slot]);
     case Op::kFree:
       return slots_[step.slot]->clear();
     case Op::kUnshard:
     case Op::kReshard:
     case Op::kReduceGrad:
-      return step.stage->run_collective(step.op, false);
+      return step.stage->run_collective(step.op, failed);
     default:
-      return compute(step, position);
+      if (!failed) compute(step, position);
   }
 }
 
@@ -312,17 +316,14 @@ void Executor::compute(const Step& step, std::size_t position) {
       return stage.backward_input(step.microbatch, slot(step.gradient_slot));
     case Op::kW:
       return stage.backward_weight(step.microbatch);
+    case Op::kHandOver:
+      return stage.take(step.kind, step.microbatch, *slots_[step.slot]);
     case Op::kOverlapFB:
       return pairs_.run(step.pair, {stage, step.microbatch, slot(step.input_slot)},
                         {*step.pair_stage, step.pair_microbatch, slot(step.gradient_slot)}, position, *observer_);
     default:
       throw Error(program_.place(step.transfer.position) + ": no compute; this is a bug in fastpipe");
   }
-}
-
-void Executor::wait_receive(const Step& step) {
-  // The stand-in's sender has failed and reported why: here there is nothing to report.
-  if (!transport_->wait_receive(step.slot)) fail();
 }
 
 void Executor::send(const Step& step) {
@@ -336,36 +337,6 @@ void Executor::wait_send(const Step& step) {
   send_completed_ = 0;
   send_completed_ = transport_->wait_send(step.slot);
   sends_[step.slot]->clear();
-}
-
-void Executor::drain(const Step& step, std::size_t position) {
-  try {
-    drain_transfer(step);
-  } catch (...) {
-    report(position);
-  }
-}
-
-void Executor::drain_transfer(const Step& step) {
-  switch (step.op) {
-    case Op::kPostRecv:
-      return transport_->post_receive(step.transfer, step.slot, *slots_[step.slot]);
-    case Op::kWaitRecv:
-      transport_->wait_receive(step.slot);
-      return;
-    case Op::kSend:
-      return transport_->post_stand_in(step.transfer, step.slot);
-    case Op::kWaitSend:
-      return wait_send(step);
-    case Op::kFree:
-      return slots_[step.slot]->clear();
-    case Op::kUnshard:
-    case Op::kReshard:
-    case Op::kReduceGrad:
-      return step.stage->run_collective(step.op, true);
-    default:
-      return;
-  }
 }
 
 void Executor::report(std::size_t position) {

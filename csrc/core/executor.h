@@ -197,11 +197,9 @@ class Executor {
 
  private:
   void execute(const Step& step, std::size_t position);
-  void perform(const Step& step, std::size_t position);
+  // failed: the step has, and is drained.
+  void perform(const Step& step, std::size_t position, bool failed);
   void compute(const Step& step, std::size_t position);
-  void drain(const Step& step, std::size_t position);
-  void drain_transfer(const Step& step);
-  void wait_receive(const Step& step);
   void send(const Step& step);
   void wait_send(const Step& step);
   void report(std::size_t position);

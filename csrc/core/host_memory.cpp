@@ -124,17 +124,22 @@ void SharedMemoryWakeup::wake() const {
   futex(words_.count, FUTEX_WAKE, 1, nullptr);
 }
 
-std::uint32_t SharedMemoryWakeup::prepare_wait(std::uint32_t reason) const {
+SharedMemoryWakeup::Waited SharedMemoryWakeup::wait(std::uint32_t reason, FunctionRef<bool()> ready) const {
+  constexpr timespec kSlice{0, kSliceMilliseconds * 1000000L};
+  // Relaxed: others that still see the reason wake a rank that does not sleep.
+  const auto end = [this] { words_.waiting_for.store(kNotWaiting, std::memory_order_relaxed); };
   const std::uint32_t count = words_.count.load();
   words_.waiting_for.store(reason);
-  return count;
-}
-
-bool SharedMemoryWakeup::wait(std::uint32_t count, int milliseconds) const {
-  const timespec slice{milliseconds / 1000, milliseconds % 1000 * 1000000L};
-  const bool woken = futex(words_.count, FUTEX_WAIT, count, &slice) == 0 || errno != ETIMEDOUT;
-  cancel_wait();
-  return woken;
+  bool is_ready = false;
+  try {
+    is_ready = ready();
+  } catch (...) {
+    end();
+    throw;
+  }
+  const bool woken = is_ready || futex(words_.count, FUTEX_WAIT, count, &kSlice) == 0 || errno != ETIMEDOUT;
+  end();
+  return is_ready ? Waited::kNot : woken ? Waited::kUntilWoken : Waited::kForSlice;
 }
 
 namespace {

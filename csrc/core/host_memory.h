@@ -153,12 +153,9 @@ class SharedMemoryWakeup final {
   // The same whatever the owner waits for.
   void notify_any() const;
 
-  // By the owner: (1) and (2), ...
-  std::uint32_t prepare_wait(std::uint32_t reason) const;
-  // ... and after a look either (4), where false says that the time was over, ...
-  bool wait(std::uint32_t count, int milliseconds) const;
-  // ... or not. Relaxed: others that still see the reason wake a rank that does not sleep.
-  void cancel_wait() const { words_.waiting_for.store(kNotWaiting, std::memory_order_relaxed); }
+  enum class Waited { kNot, kUntilWoken, kForSlice };
+  // By the owner, (1) to (4): not if `ready`, which is the look of (3), finds what is waited for.
+  Waited wait(std::uint32_t reason, FunctionRef<bool()> ready) const;
 
  private:
   void wake() const;

@@ -66,16 +66,18 @@ void MixedTransport::block(FunctionRef<void()> far) {
 void MixedTransport::block_beside(FunctionRef<void()> far) {
   if (!helper_) helper_ = std::make_unique<Helper>();
   std::atomic<bool> over{false};
+  const auto end = [&] {
+    over.store(true);
+    near_.wake_own_rank();
+  };
   const auto job = [&] {
-    std::exception_ptr error;
     try {
       far();
     } catch (...) {
-      error = std::current_exception();
+      end();
+      throw;
     }
-    over.store(true);
-    near_.wake_own_rank();
-    if (error) std::rethrow_exception(error);
+    end();
   };
   helper_->start(job);
   std::exception_ptr error;

@@ -52,14 +52,10 @@ bool SharedMemoryExchange::wait_for(Peer& peer, Clock::time_point deadline) {
   if (peer.dead || arrived(peer) || spin(peer)) return true;
   const SharedMemoryWakeup wakeup = words_.wakeup();
   while (true) {
-    const std::uint32_t count = wakeup.prepare_wait(for_rank(peer.process.rank()));
-    if (arrived(peer)) {
-      wakeup.cancel_wait();
-      return true;
-    }
-    const bool woken = wakeup.wait(count, kSliceMilliseconds);
+    const auto waited = wakeup.wait(for_rank(peer.process.rank()), [&] { return arrived(peer); });
+    if (waited == SharedMemoryWakeup::Waited::kNot) return true;
     // Asked before the last look, as what it posted before it died counts.
-    const bool alive = woken || peer.process.alive();
+    const bool alive = waited == SharedMemoryWakeup::Waited::kUntilWoken || peer.process.alive();
     if (arrived(peer)) return true;
     peer.dead = !alive;
     if (peer.dead) return true;

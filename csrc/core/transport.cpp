@@ -31,6 +31,11 @@ void BrokenPeers::require_none() const {
                                     ": " + why_ + "); build the Pipeline again");
 }
 
+void BrokenPeers::refuse_undrained() const {
+  throw Error("rank " + std::to_string(rank_) +
+              ": a channel is not empty at the end of the step; lower the schedule again and validate it");
+}
+
 void BrokenPeers::refuse(std::int32_t peer, const std::string& place, const std::string& why) {
   throw TransportError(peer, place + ": " + no_transfer(peer) + " any more (" + why +
                                  "); see what that rank was doing, or set a longer timeout");

@@ -55,6 +55,9 @@ struct Transfer {
   std::int32_t channel;
   std::int32_t stage;
   std::int32_t microbatch;
+
+  // The consumer's stage, of a SEND.
+  std::int32_t consumer(ChannelKind kind) const { return stage + (kind == ChannelKind::kActivation ? 1 : -1); }
 };
 
 // Every function may throw TransportError. The peer is broken from then on: whatever concerns it returns at once and
@@ -103,6 +106,8 @@ class BrokenPeers final {
   void add_all(const std::string& why);
   // At the beginning of a step. Throws TransportError if there is any.
   void require_none() const;
+  // Throws the Error for a step that ended with something on its way, though no peer is broken.
+  [[noreturn]] void refuse_undrained() const;
   // Throws the TransportError for a transfer with a broken peer, at a place in the program.
   [[noreturn]] static void refuse(std::int32_t peer, const std::string& place, const std::string& why);
 

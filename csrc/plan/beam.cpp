@@ -2,7 +2,6 @@
 // number the same.
 #include <algorithm>
 #include <cstdint>
-#include <exception>
 #include <tuple>
 #include <vector>
 
@@ -185,9 +184,6 @@ class Beam {
 
 extern "C" int64_t fastpipe_plan_beam(const PlanBeam* given, int64_t length, int64_t* budget, int64_t* ticks,
                                       int32_t* keys) {
-  try {
-    return fastpipe::plan::Beam(*given, length).run(*budget, ticks, keys);
-  } catch (const std::exception&) {
-    return -1;
-  }
+  return fastpipe::plan::guarded<int64_t>(
+      -1, [&] { return fastpipe::plan::Beam(*given, length).run(*budget, ticks, keys); });
 }

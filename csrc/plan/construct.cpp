@@ -1,7 +1,6 @@
 // List scheduling by keys, as fastpipe/planner/engine.py does it. Every rank that is free starts the task of the
 // lowest key among those that may run, or waits a little for a better one.
 #include <algorithm>
-#include <exception>
 #include <limits>
 #include <queue>
 #include <utility>
@@ -86,8 +85,8 @@ class Constructor {
     if (ends_[task] >= 0.0) return false;  // a fused pair stands in two lines
     const double take = tasks_.take(task);
     if (take > 0.0 && held_[rank] + take + reserve_[task] > tasks_.limit(rank) + kSlack) return false;
-    const Lists& before = tasks_.before();
-    return std::all_of(before.begin(task), before.end(task), [&](int32_t other) { return ends_[other] >= 0.0; });
+    const Span before = tasks_.before()[task];
+    return std::all_of(before.begin(), before.end(), [&](int32_t other) { return ends_[other] >= 0.0; });
   }
 
   double arrival_of(int32_t task) const {
@@ -107,10 +106,9 @@ class Constructor {
     held_[rank] = held_[rank] + tasks_.take(task) - tasks_.give(task);
     order[written_[rank]++] = task;
     events_.emplace(end, rank);
-    const Consumers consumers = tasks_.consumers();
-    for (const int32_t* other = consumers.begin(task); other != consumers.end(task); ++other) {
-      const double arrival = arrival_of(*other);
-      if (arrival < kNever) events_.emplace(arrival, tasks_.rank_of(*other));
+    for (const int32_t other : tasks_.consumers(task)) {
+      const double arrival = arrival_of(other);
+      if (arrival < kNever) events_.emplace(arrival, tasks_.rank_of(other));
     }
   }
 
@@ -133,7 +131,7 @@ class Constructor {
 extern "C" int32_t fastpipe_plan_construct(const PlanTasks* given, int32_t span, int32_t count, const double* keys,
                                            const double* reserves, const double* patience, int32_t* orders,
                                            double* objectives) {
-  try {
+  return fastpipe::plan::guarded<int32_t>(0, [&] {
     const fastpipe::plan::Tasks tasks(*given);
     for (int32_t i = 0; i < count; ++i) {
       const int64_t row = int64_t{i} * tasks.size();
@@ -144,7 +142,5 @@ extern "C" int32_t fastpipe_plan_construct(const PlanTasks* given, int32_t span,
       if (retimer.run()) objectives[i] = retimer.objective();
     }
     return 1;
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }

@@ -2,7 +2,6 @@
 // same.
 #include <algorithm>
 #include <cstdint>
-#include <exception>
 #include <limits>
 #include <tuple>
 #include <vector>
@@ -135,9 +134,5 @@ int32_t fill_all(const PlanSteps& given, int32_t* rows, double* makespan_of) {
 }  // namespace fastpipe::plan
 
 extern "C" int32_t fastpipe_plan_fill(const PlanSteps* steps, int32_t* rows, double* makespan) {
-  try {
-    return fastpipe::plan::fill_all(*steps, rows, makespan);
-  } catch (const std::exception&) {
-    return -1;
-  }
+  return fastpipe::plan::guarded<int32_t>(-1, [&] { return fastpipe::plan::fill_all(*steps, rows, makespan); });
 }

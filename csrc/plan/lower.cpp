@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <array>
-#include <exception>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -316,11 +315,8 @@ using fastpipe::plan::Lowered;
 extern "C" {
 
 void* fastpipe_plan_lower(const PlanOrders* orders, int32_t ahead, int32_t bounded) {
-  try {
-    return fastpipe::plan::lower(*orders, ahead, bounded).release();
-  } catch (const std::exception&) {
-    return nullptr;
-  }
+  return fastpipe::plan::guarded<void*>(nullptr,
+                                        [&] { return fastpipe::plan::lower(*orders, ahead, bounded).release(); });
 }
 
 int32_t fastpipe_plan_num_channels(const void* lowered) {
@@ -341,11 +337,8 @@ int64_t fastpipe_plan_num_instructions(const void* lowered, int32_t rank) {
 
 int32_t fastpipe_plan_write(void* lowered, int32_t rank, int32_t* out) {
   auto* self = static_cast<Lowered*>(lowered);
-  try {
-    return Emitter(self->flow, rank, self->bounded, out, self->counts[rank]).run();
-  } catch (const std::exception&) {
-    return 0;
-  }
+  return fastpipe::plan::guarded<int32_t>(
+      0, [&] { return Emitter(self->flow, rank, self->bounded, out, self->counts[rank]).run(); });
 }
 
 void fastpipe_plan_free(void* lowered) {

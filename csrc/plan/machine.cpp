@@ -1,7 +1,6 @@
 #include "plan/machine.h"
 
 #include <algorithm>
-#include <exception>
 #include <limits>
 #include <map>
 #include <utility>
@@ -15,7 +14,7 @@ constexpr double kNothing = -3.0;
 
 }  // namespace
 
-double Clockwork::compute(const Rows& rows, int64_t i) const {
+double Machine::compute_seconds(const Rows& rows, int64_t i) const {
   if (costs_ == nullptr) return 0.0;
   const int32_t stage = rows.stage(i);
   switch (rows.op(i)) {
@@ -35,7 +34,7 @@ double Clockwork::compute(const Rows& rows, int64_t i) const {
   }
 }
 
-double Clockwork::transfer(int32_t channel, int32_t consumer_stage) const {
+double Machine::transfer_seconds(int32_t channel, int32_t consumer_stage) const {
   if (costs_ == nullptr) return 0.0;
   const int32_t boundary = program_.channel(channel).kind == kActivation ? consumer_stage - 1 : consumer_stage;
   return costs_->latency[channel] + costs_->boundary_bytes[boundary] / costs_->bandwidth[channel];
@@ -43,7 +42,7 @@ double Clockwork::transfer(int32_t channel, int32_t consumer_stage) const {
 
 Machine::Machine(const Orders& program, const int32_t* lane_of, const PlanCosts* costs, double* const* starts,
                  double* const* ends, bool late)
-    : program_(program), clockwork_(program, costs), starts_(starts), ends_(ends), late_(late) {
+    : program_(program), costs_(costs), starts_(starts), ends_(ends), late_(late) {
   const auto ranks = static_cast<size_t>(program.num_ranks());
   clock_.assign(ranks, 0.0);
   position_.assign(ranks, 0);
@@ -134,7 +133,7 @@ bool Machine::step(int32_t rank, const Rows& rows, int64_t i) {
   } else if (op == kSend || op == kPostRecv) {
     if (!post(rank, rows, i)) return false;
   } else if (op < kPostRecv) {
-    clock_[rank] = start + clockwork_.compute(rows, i);
+    clock_[rank] = start + compute_seconds(rows, i);
   }
   if (starts_ != nullptr && op != kSend) {
     starts_[rank][i] = start;
@@ -219,7 +218,7 @@ void Machine::complete(const Transfer& send, const Transfer& receive) {
   double& destination_free = end_free_[destination_end_[send.channel]];
   const double start = std::max({send.posted, receive.posted, source_free, destination_free});
   const int32_t stage = program_.rows(receive.rank).stage(receive.position);
-  const double end = start + clockwork_.transfer(send.channel, stage);
+  const double end = start + transfer_seconds(send.channel, stage);
   source_free = destination_free = end;
   if (starts_ != nullptr) {
     starts_[send.rank][send.position] = start;
@@ -241,10 +240,8 @@ void Machine::finish(const Transfer& transfer, double end) {
 
 extern "C" int32_t fastpipe_plan_simulate(const PlanOrders* program, const int32_t* lane_of, const PlanCosts* costs,
                                           double* const* starts, double* const* ends) {
-  try {
+  return fastpipe::plan::guarded<int32_t>(0, [&] {
     const fastpipe::plan::Orders orders(*program);
     return fastpipe::plan::Machine(orders, lane_of, costs, starts, ends).run();
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }

@@ -8,18 +8,6 @@
 
 namespace fastpipe::plan {
 
-// Seconds of compute and transfers; null costs are all zero.
-class Clockwork {
- public:
-  Clockwork(const Orders& program, const PlanCosts* costs) : program_(program), costs_(costs) {}
-  double compute(const Rows& rows, int64_t i) const;
-  double transfer(int32_t channel, int32_t consumer_stage) const;
-
- private:
-  const Orders& program_;
-  const PlanCosts* costs_;
-};
-
 // A SEND or a POST_RECV in its queue.
 struct Transfer {
   int64_t position;
@@ -32,8 +20,8 @@ struct Transfer {
 
 class Machine {
  public:
-  // Without starts and ends no times are kept. `late`: a receive enters its lane only when it, or a later one of its
-  // channel, is waited for.
+  // Seconds without costs are all zero; without starts and ends no times are kept. `late`: a receive enters its lane
+  // only when it, or a later one of its channel, is waited for.
   Machine(const Orders& program, const int32_t* lane_of, const PlanCosts* costs, double* const* starts,
           double* const* ends, bool late = false);
   // Whether every rank came to its end; false too for a program that only the Python code can judge.
@@ -42,6 +30,8 @@ class Machine {
  private:
   enum class Wait : int8_t { kNothing, kReceive, kSend };
 
+  double compute_seconds(const Rows& rows, int64_t i) const;
+  double transfer_seconds(int32_t channel, int32_t consumer_stage) const;
   bool prepare();
   bool measure(int32_t rank);
   void find_ends(const int32_t* lane_of);
@@ -58,7 +48,7 @@ class Machine {
   int32_t end_of(int32_t channel, bool sends) const { return sends ? source_end_[channel] : destination_end_[channel]; }
 
   const Orders& program_;
-  const Clockwork clockwork_;
+  const PlanCosts* const costs_;
   double* const* starts_;
   double* const* ends_;
   std::vector<double> clock_;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 
 extern "C" {
 
@@ -146,3 +147,17 @@ int64_t fastpipe_plan_loop(const PlanRounds* rounds, int64_t cutoff, int64_t* fo
 // there were. 0 if a rank cannot keep the limit, -1 for no memory or for steps that are none.
 int32_t fastpipe_plan_fill(const PlanSteps* steps, int32_t* rows, double* makespan);
 }
+
+namespace fastpipe::plan {
+
+// What a function of the interface returns; `otherwise` where something is thrown, as for lack of memory.
+template <typename Result, typename Call>
+Result guarded(Result otherwise, const Call& call) {
+  try {
+    return call();
+  } catch (const std::exception&) {
+    return otherwise;
+  }
+}
+
+}  // namespace fastpipe::plan

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <exception>
 #include <functional>
 #include <stdexcept>
 
@@ -61,9 +60,9 @@ Retimer::Retimer(const Tasks& tasks, const Order& order, bool span)
       position_(tasks.num_ranks()),
       blocked_on_(tasks.num_ranks()) {
   for (int32_t task = 0; task < tasks.size(); ++task) lag_ = std::max(lag_, tasks.seconds(task));
-  const Consumers consumers = tasks.consumers();
   for (int32_t task = 0; task < tasks.size(); ++task) {
-    rings_hide_ |= consumers.begin(task) != consumers.end(task) && tasks.seconds(task) <= kTiny * lag_;
+    const Span consumers = tasks.consumers(task);
+    rings_hide_ |= consumers.first != consumers.last && tasks.seconds(task) <= kTiny * lag_;
   }
 }
 
@@ -162,9 +161,8 @@ bool Retimer::renew(int32_t position, int32_t rank, double settled, double most)
   trial_starts_[task] = start;
   trial_ends_[task] = end;
   mark_from(position + 1, position + 2, rank);
-  const Consumers consumers = tasks_.consumers();
-  for (const int32_t* consumer = consumers.begin(task); consumer != consumers.end(task); ++consumer) {
-    stale_.mark(order_.place[*consumer], tasks_.rank_of(*consumer));
+  for (const int32_t consumer : tasks_.consumers(task)) {
+    stale_.mark(order_.place[consumer], tasks_.rank_of(consumer));
   }
   return true;
 }
@@ -212,9 +210,8 @@ double Retimer::start_of(int32_t task, int32_t position, int32_t first) const {
 }
 
 void Retimer::wake(int32_t task) {
-  const Consumers consumers = tasks_.consumers();
-  for (const int32_t* consumer = consumers.begin(task); consumer != consumers.end(task); ++consumer) {
-    const int32_t rank = tasks_.rank_of(*consumer);
+  for (const int32_t consumer : tasks_.consumers(task)) {
+    const int32_t rank = tasks_.rank_of(consumer);
     if (blocked_on_[rank] == task) {
       blocked_on_[rank] = kNobody;
       ready_.push_back(rank);
@@ -254,10 +251,9 @@ void Retimer::find_tails() {
 // Finds the tail of the task at the rank's position; false where that of a consumer is not known yet.
 bool Retimer::retreat(int32_t rank) {
   const int32_t task = order_.tasks[position_[rank]];
-  const Consumers consumers = tasks_.consumers();
-  for (const int32_t* consumer = consumers.begin(task); consumer != consumers.end(task); ++consumer) {
-    if (order_.place[*consumer] <= position_[tasks_.rank_of(*consumer)]) {
-      blocked_on_[rank] = *consumer;
+  for (const int32_t consumer : tasks_.consumers(task)) {
+    if (order_.place[consumer] <= position_[tasks_.rank_of(consumer)]) {
+      blocked_on_[rank] = consumer;
       return false;
     }
   }
@@ -282,10 +278,9 @@ double Retimer::tail_of(int32_t task) const {
     const int32_t next = order_.tasks[position + 1];
     tail = tasks_.seconds(next) + tails_[next];
   }
-  const Consumers consumers = tasks_.consumers();
-  for (const int32_t* consumer = consumers.begin(task); consumer != consumers.end(task); ++consumer) {
-    const int part = tasks_.source(*consumer, 0) == task ? 0 : 1;
-    tail = std::max(tail, tasks_.transfer(*consumer, part) + tasks_.seconds(*consumer) + tails_[*consumer]);
+  for (const int32_t consumer : tasks_.consumers(task)) {
+    const int part = tasks_.source(consumer, 0) == task ? 0 : 1;
+    tail = std::max(tail, tasks_.transfer(consumer, part) + tasks_.seconds(consumer) + tails_[consumer]);
   }
   return tail;
 }
@@ -352,7 +347,7 @@ int32_t Retimer::reason(int32_t task) const {
 }  // namespace fastpipe::plan
 
 extern "C" int32_t fastpipe_plan_retime(const PlanTasks* given, const int32_t* order, double* starts, double* ends) {
-  try {
+  return fastpipe::plan::guarded<int32_t>(0, [&] {
     const fastpipe::plan::Tasks tasks(*given);
     const fastpipe::plan::Order as_given(tasks, order);
     fastpipe::plan::Retimer retimer(tasks, as_given, false);
@@ -362,7 +357,5 @@ extern "C" int32_t fastpipe_plan_retime(const PlanTasks* given, const int32_t* o
       ends[task] = retimer.end(task);
     }
     return 1;
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }

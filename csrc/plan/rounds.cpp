@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <exception>
 #include <vector>
 
 #include "plan/plan.h"
@@ -189,26 +188,16 @@ class Loop {
 
 extern "C" int64_t fastpipe_plan_compact(const PlanRounds* given, const int32_t* rule, int64_t cutoff, int64_t* ticks,
                                          int32_t* keys) {
-  try {
-    return fastpipe::plan::compact(*given, rule, cutoff, ticks, keys);
-  } catch (const std::exception&) {
-    return -1;
-  }
+  return fastpipe::plan::guarded<int64_t>(-1,
+                                          [&] { return fastpipe::plan::compact(*given, rule, cutoff, ticks, keys); });
 }
 
 extern "C" int64_t fastpipe_plan_slack(const PlanRounds* given, const int32_t* rule, int64_t cutoff, int64_t* ticks,
                                        int32_t* keys) {
-  try {
-    return fastpipe::plan::slack(*given, rule, cutoff, ticks, keys);
-  } catch (const std::exception&) {
-    return -1;
-  }
+  return fastpipe::plan::guarded<int64_t>(-1, [&] { return fastpipe::plan::slack(*given, rule, cutoff, ticks, keys); });
 }
 
 extern "C" int64_t fastpipe_plan_loop(const PlanRounds* given, int64_t cutoff, int64_t* forward, int64_t* backward) {
-  try {
-    return fastpipe::plan::Loop(*given, forward, backward).run(cutoff);
-  } catch (const std::exception&) {
-    return -1;
-  }
+  return fastpipe::plan::guarded<int64_t>(-1,
+                                          [&] { return fastpipe::plan::Loop(*given, forward, backward).run(cutoff); });
 }

@@ -1,7 +1,6 @@
 #include "plan/search.h"
 
 #include <algorithm>
-#include <exception>
 #include <memory>
 
 namespace fastpipe::plan {
@@ -97,8 +96,8 @@ bool Search::shift_chain(int32_t task, int32_t distance) {
 int32_t Search::follower(int32_t task, int32_t way) const {
   if (way == 0) return tasks_.source(task, 0);
   if (way == 1) {
-    const Consumers consumers = tasks_.consumers();
-    return consumers.begin(task) == consumers.end(task) ? kNobody : *consumers.begin(task);
+    const Span consumers = tasks_.consumers(task);
+    return consumers.first == consumers.last ? kNobody : *consumers.first;
   }
   return tasks_.next(task);
 }
@@ -206,19 +205,13 @@ bool Search::make_room(int32_t rank, int32_t position) {
 
 int32_t Search::earliest(int32_t task) const {
   int32_t place = tasks_.first(tasks_.rank_of(task));
-  const Lists& before = tasks_.before();
-  for (const int32_t* other = before.begin(task); other != before.end(task); ++other) {
-    place = std::max(place, order_.place[*other] + 1);
-  }
+  for (const int32_t other : tasks_.before()[task]) place = std::max(place, order_.place[other] + 1);
   return place;
 }
 
 int32_t Search::latest(int32_t task) const {
   int32_t place = tasks_.last(tasks_.rank_of(task)) - 1;
-  const Lists& after = tasks_.after();
-  for (const int32_t* other = after.begin(task); other != after.end(task); ++other) {
-    place = std::min(place, order_.place[*other] - 1);
-  }
+  for (const int32_t other : tasks_.after()[task]) place = std::min(place, order_.place[other] - 1);
   return place;
 }
 
@@ -267,33 +260,27 @@ struct Begun {
 }  // namespace
 
 extern "C" void* fastpipe_plan_search(const PlanTasks* given, const int32_t* order, int32_t span, uint64_t seed) {
-  try {
+  return fastpipe::plan::guarded<void*>(nullptr, [&] {
     auto begun = std::make_unique<Begun>(*given, order, span != 0, seed);
     return begun->search.begin() ? begun.release() : nullptr;
-  } catch (const std::exception&) {
-    return nullptr;
-  }
+  });
 }
 
 extern "C" int32_t fastpipe_plan_improve(void* begun, int64_t attempts, double hot, double cold) {
-  try {
+  return fastpipe::plan::guarded<int32_t>(0, [&] {
     static_cast<Begun*>(begun)->search.improve(attempts, hot, cold);
     return 1;
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }
 
 extern "C" int32_t fastpipe_plan_best(const void* begun, int32_t* order, double* objective) {
-  try {
+  return fastpipe::plan::guarded<int32_t>(0, [&] {
     const fastpipe::plan::Search& search = static_cast<const Begun*>(begun)->search;
     const std::vector<int32_t> best = search.best();
     std::copy(best.begin(), best.end(), order);
     *objective = search.best_objective();
     return 1;
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }
 
 extern "C" void fastpipe_plan_end_search(void* begun) {

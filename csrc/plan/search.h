@@ -15,13 +15,20 @@ namespace fastpipe::plan {
 // stages and microbatches. fastpipe/planner/tasks.py makes them and says what each field is.
 constexpr int32_t kNobody = -1;
 
+// Numbers side by side, of somebody else.
+struct Span {
+  const int32_t* first;
+  const int32_t* last;
+  const int32_t* begin() const { return first; }
+  const int32_t* end() const { return last; }
+};
+
 // Rows of numbers of different length.
 class Lists {
  public:
   Lists() = default;
   explicit Lists(size_t rows) : first_(rows + 1, 0) {}
-  const int32_t* begin(int32_t row) const { return items_.data() + first_[row]; }
-  const int32_t* end(int32_t row) const { return items_.data() + first_[row + 1]; }
+  Span operator[](int32_t row) const { return {items_.data() + first_[row], items_.data() + first_[row + 1]}; }
 
   // Row a holds every b with an edge a -> b, in the order of `each`, which calls its argument with every edge twice.
   template <typename Each>
@@ -50,17 +57,6 @@ struct Task {
   int32_t rank;
 };
 
-// The consumers of every task, as rows.
-class Consumers {
- public:
-  explicit Consumers(const std::vector<Task>& rows) : rows_(rows) {}
-  const int32_t* begin(int32_t task) const { return rows_[task].consumers; }
-  const int32_t* end(int32_t task) const { return rows_[task].consumers + rows_[task].num_consumers; }
-
- private:
-  const std::vector<Task>& rows_;
-};
-
 class Tasks {
  public:
   explicit Tasks(const PlanTasks& given);
@@ -79,7 +75,9 @@ class Tasks {
   int32_t next(int32_t task) const { return given_.next[task]; }
   const Lists& before() const { return before_; }  // on the same rank
   const Lists& after() const { return after_; }    // on the same rank
-  Consumers consumers() const { return Consumers(rows_); }
+  Span consumers(int32_t task) const {
+    return {rows_[task].consumers, rows_[task].consumers + rows_[task].num_consumers};
+  }
 
  private:
   const PlanTasks& given_;

@@ -2,7 +2,6 @@
 // fastpipe/dependencies.py. Can a program hang, mismatch a transfer or misuse a buffer? That of
 // fastpipe/validate_program.py.
 #include <algorithm>
-#include <exception>
 #include <limits>
 #include <set>
 #include <vector>
@@ -371,19 +370,12 @@ bool comes_to_its_end(const Orders& program, const int32_t* lane_of) {
 }  // namespace fastpipe::plan
 
 extern "C" int32_t fastpipe_plan_validate_schedule(const PlanOrders* orders) {
-  try {
-    return fastpipe::plan::ScheduleCheck(*orders).run();
-  } catch (const std::exception&) {
-    return 0;
-  }
+  return fastpipe::plan::guarded<int32_t>(0, [&] { return fastpipe::plan::ScheduleCheck(*orders).run(); });
 }
 
 extern "C" int32_t fastpipe_plan_validate_program(const PlanOrders* program, const int32_t* lane_of) {
-  try {
+  return fastpipe::plan::guarded<int32_t>(0, [&] {
     const fastpipe::plan::Orders orders(*program);
-    if (!fastpipe::plan::ProgramCheck(orders).run()) return 0;
-    return fastpipe::plan::comes_to_its_end(orders, lane_of);
-  } catch (const std::exception&) {
-    return 0;
-  }
+    return fastpipe::plan::ProgramCheck(orders).run() && fastpipe::plan::comes_to_its_end(orders, lane_of);
+  });
 }

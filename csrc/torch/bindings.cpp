@@ -37,7 +37,6 @@ namespace {
 
 using Columns = py::array_t<std::int32_t, py::array::c_style | py::array::forcecast>;
 using ChannelTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t>;
-using StageTuple = std::tuple<std::int32_t, bool, bool, bool>;
 
 std::vector<Channel> to_channels(const std::vector<ChannelTuple>& tuples) {
   std::vector<Channel> channels;
@@ -60,12 +59,10 @@ struct Transports {
 };
 
 std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
-                                    const std::vector<ChannelTuple>& channels, const std::vector<StageTuple>& stages,
+                                    const std::vector<ChannelTuple>& channels, const std::vector<StagePlace>& stages,
                                     const Transports& transport, double timeout, const at::Device& device, int pairs,
                                     std::vector<c10::Stream> streams) {
-  std::vector<StagePlace> places;
-  for (const auto& [index, is_first, is_last, fused] : stages) places.push_back({index, is_first, is_last, fused});
-  return std::make_unique<Runner>(to_program(rank, columns, channels), places, transport.connect, timeout, device,
+  return std::make_unique<Runner>(to_program(rank, columns, channels), stages, transport.connect, timeout, device,
                                   static_cast<PairWay>(pairs), std::move(streams));
 }
 
@@ -178,38 +175,23 @@ void bind_copy_engine(py::module_& m) {
 #endif
 }
 
-// Thread-local notes as contexts of Python's.
-
-// Armed from the beginning of Python's `with` to its end.
-class PythonArming {
+// A thread-local note as a context of Python's: it is made of these at the beginning of a `with`, and ends with it.
+template <typename Note, typename... Arguments>
+class PythonContext {
  public:
-  PythonArming(std::shared_ptr<WeightGradients> weights, Arming::Phase phase)
-      : weights_(std::move(weights)), phase_(phase) {}
-  void enter() { arming_.emplace(weights_, phase_); }
-  void exit(const py::args&) { arming_.reset(); }
+  explicit PythonContext(Arguments... arguments) : arguments_(std::move(arguments)...) {}
+  void enter() {
+    std::apply([this](const Arguments&... arguments) { note_.emplace(arguments...); }, arguments_);
+  }
+  void exit(const py::args&) { note_.reset(); }
 
  private:
-  std::shared_ptr<WeightGradients> weights_;
-  Arming::Phase phase_;
-  std::optional<Arming> arming_;
+  std::tuple<Arguments...> arguments_;
+  std::optional<Note> note_;
 };
 
-// Computes an action.
-class PythonActionContext {
- public:
-  PythonActionContext(std::int64_t number, std::array<std::int32_t, 3> last, int op, std::int32_t stage,
-                      std::int32_t microbatch)
-      : step_{number, last}, op_(static_cast<Op>(op)), stage_(stage), microbatch_(microbatch) {}
-  void enter() { context_.emplace(step_, op_, stage_, microbatch_); }
-  void exit(const py::args&) { context_.reset(); }
-
- private:
-  ActionContext::Step step_;
-  Op op_;
-  std::int32_t stage_;
-  std::int32_t microbatch_;
-  std::optional<ActionContext> context_;
-};
+using PythonArming = PythonContext<Arming, std::shared_ptr<WeightGradients>, Arming::Phase>;
+using PythonActionContext = PythonContext<ActionContext, ActionContext::Step, Op, std::int32_t, std::int32_t>;
 
 // (stage, the leaves whose gradients are computed in W, the most bytes that waited for one), a stage that has run an I.
 py::list deferred(const Runner& runner) {
@@ -259,8 +241,12 @@ py::object current_context() {
 
 void bind_contexts(py::module_& m) {
   py::class_<PythonActionContext>(m, "Moment")
-      .def(py::init<std::int64_t, std::array<std::int32_t, 3>, int, std::int32_t, std::int32_t>(), py::arg("step"),
-           py::arg("last"), py::arg("op"), py::arg("stage"), py::arg("microbatch"))
+      .def(py::init([](std::int64_t step, std::array<std::int32_t, 3> last, int op, std::int32_t stage,
+                       std::int32_t microbatch) {
+             return std::make_unique<PythonActionContext>(ActionContext::Step{step, last}, static_cast<Op>(op), stage,
+                                                          microbatch);
+           }),
+           py::arg("step"), py::arg("last"), py::arg("op"), py::arg("stage"), py::arg("microbatch"))
       .def("__enter__", &PythonActionContext::enter)
       .def("__exit__", &PythonActionContext::exit);
   m.def("current", &current_context);

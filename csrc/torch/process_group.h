@@ -141,8 +141,8 @@ class ProcessGroupTransport final : public Transport {
   const Channel& channel_of(const Pending& pending) const { return program_.channels()[pending.transfer.channel]; }
   std::int32_t peer_of(const Pending& pending) const { return channel_of(pending).peer_of(program_.rank()); }
   [[noreturn]] void abort_peer(Pending& pending, const char* why);
-  // After a second Ctrl-C no message is waited for.
-  void abandon_all();
+  // What is under way with broken peers is waited for no more.
+  void abandon();
   // Where streams wait, and not the host: why the messages that they wait for were aborted.
   std::optional<std::string> why_aborted() const;
   // Whether a backend has aborted a message by itself.

@@ -16,7 +16,7 @@ namespace {
 
 std::size_t count(const std::vector<StagePlace>& stages) {
   std::int32_t highest = -1;
-  for (const StagePlace& stage : stages) highest = std::max(highest, stage.index);
+  for (const StagePlace& stage : stages) highest = std::max(highest, std::get<0>(stage));
   return static_cast<std::size_t>(highest + 1);
 }
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -29,12 +30,8 @@ class ThreadState {
   at::ThreadLocalState state_;
 };
 
-struct StagePlace {
-  std::int32_t index;
-  bool is_first;
-  bool is_last;
-  bool fused_weight_grad;
-};
+// Index, whether it is first, whether it is last, and fused_weight_grad.
+using StagePlace = std::tuple<std::int32_t, bool, bool, bool>;
 
 // It holds no Python object between steps: the callables come with each step, so no cycle can run through it.
 class Runner final : public Observer {

@@ -111,7 +111,7 @@ const at::Tensor& tensor_from(const py::handle& object) {
 
 bool is_parameter(const at::Tensor& tensor) {
   const py::gil_scoped_acquire gil;
-  const auto object = py::reinterpret_steal<py::object>(to_object(tensor));
+  const py::object object = wrapped(tensor);
   const int is = PyObject_IsInstance(object.ptr(), ParameterClass);
   if (is < 0) throw py::error_already_set();
   return is == 1;

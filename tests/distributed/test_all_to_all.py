@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpipe
 from fastpipe import Pipeline
 from fastpipe.runtime.common import torch_private
-from fastpipe.runtime.stage.all_to_all import num_calls
+from fastpipe.runtime.stage.pairs import num_calls
 from fastpipe.testing import reference_step
 from tests.conftest import BOTH, skip_without_native
 from tests.distributed.ranks import GroupOf, on_ranks, ranks

@@ -97,6 +97,27 @@ def test_a_weight_with_several_holders_that_a_forward_writes_to_is_refused(
         assert ("several stages share" if tied else "holds its stage twice") in text
 
 
+class Replacing(nn.Linear):
+    """Writes to its weight, and replaces it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+            self.weight = nn.Parameter(self.weight.detach().clone())
+        return super().forward(x)
+
+
+def test_a_weight_with_two_holders_that_a_forward_writes_to_and_replaces_is_refused() -> None:
+    pipe = Pipeline([Replacing(WIDTH, WIDTH), Block()], "dualpipe", COUNT, squared, num_ranks=2)
+    x = torch.randn(2 * COUNT, WIDTH)
+    with pytest.raises(ValueError, match=rf"wrote to the parameter of shape \({WIDTH}, {WIDTH}\) that it also"):
+        pipe.eval_step(x, target=x)
+    for module in pipe.stage_modules.values():
+        module.eval()
+    pipe.eval_step(x, target=x)
+
+
 def test_a_weight_with_one_holder_may_be_written_to() -> None:
     layers = [nn.Embedding(6, WIDTH, max_norm=0.5), nn.Linear(WIDTH, 6)]
     text = torch.arange(2 * COUNT) % 6

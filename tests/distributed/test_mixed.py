@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fastpipe import Pipeline
 from fastpipe.runtime import native
-from fastpipe.runtime.transport import selection as between
+from fastpipe.runtime.transport import shared_memory as between
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.distributed.test_death import COUNT, SIZE, lose

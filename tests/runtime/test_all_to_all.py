@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastpipe.runtime.common import torch_private
-from fastpipe.runtime.stage.all_to_all import BACKWARD, FORWARD, OtherHalfError, Turns
-from fastpipe.runtime.stage.pairs import IN_TURNS, Pairs
+from fastpipe.runtime.stage.pairs import BACKWARD, FORWARD, IN_TURNS, OtherHalfError, Pairs, Turns
 from tests.patience import PATIENCE
 
 Half = Callable[[], None]

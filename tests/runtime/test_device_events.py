@@ -13,9 +13,8 @@ import torch
 
 from fastpipe import StepError
 from fastpipe.runtime.common.failure import DIED, Failure, FailureError, lost_peer
-from fastpipe.runtime.executor import events as module
-from fastpipe.runtime.executor.events import DeviceEvent, DeviceEvents
-from fastpipe.runtime.executor.ranks import LocalRanks
+from fastpipe.runtime.executor import ranks as module
+from fastpipe.runtime.executor.ranks import DeviceEvent, DeviceEvents, LocalRanks
 from tests.patience import PATIENCE
 
 DEVICE = torch.device("cuda", 0)

@@ -253,7 +253,7 @@ class RecordedRanks(LocalRanks):
             return super().run(program, signature, announce, trace)
         tensors = list({id(tensor): tensor for tensor in given}.values())
         mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        key = (signature, id(program), *mode, *_host_state(works, given, tensors), where)
+        key = (signature, program, *mode, *_host_state(works, given, tensors), where)
         if key not in self._recorded and not self._due(key):
             return super().run(program, signature, announce, trace)
         if key not in self._recorded:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,13 +21,14 @@ from fastpipe.action import NONE
 from fastpipe.program import Instruction, Op, Program
 from fastpipe.runtime import native
 from fastpipe.runtime.common import CPU, Tensors
-from fastpipe.runtime.executor.events import Check
 from fastpipe.runtime.stage import IN_ORDER, WAYS, PairCounts, Pairs, Stage, last_microbatches
 from fastpipe.runtime.transport import Transport
 
 Seconds = npt.NDArray[np.float64]
 OnFailure = Callable[[int, BaseException], None]
 """``(position in the program, exception)``; called at once, before the rank drains the rest."""
+Check = Callable[[], None]
+"""Raises FailureError if a stream was unblocked without its message."""
 
 
 @dataclass(eq=False, repr=False)
@@ -56,6 +58,7 @@ class Executor(ABC):
     def __post_init__(self) -> None:
         columns = self.program.columns[self.rank]
         self.last = {index: last_microbatches(columns, index) for index in self.stages}
+        self._pairs = Pairs(self.pairs, self.num_threads)
         self._prepare()
 
     @abstractmethod
@@ -157,7 +160,6 @@ class NativeExecutor(Executor):
         places = [(i, stage.is_first, stage.is_last, stage.fused_weight_grad) for i, stage in self.stages.items()]
         self._last_backwards = last_backwards(list(self.program[self.rank]))
         self._splits = bool((columns[0] == Op.I).any())
-        self._pairs = Pairs(self.pairs, self.num_threads)
         endpoint = self.transport.native(runtime, self.program, self.rank, self.timeout)
         self._native = runtime.Executor(
             self.rank,
@@ -175,15 +177,10 @@ class NativeExecutor(Executor):
         self, signature: int, announce: bool, trace: bool = False, drain: bool = False
     ) -> tuple[Seconds, Seconds] | None:
         """Run one step; see `Executor.run`."""
-        # C++ keeps none of these between steps: a cycle through C++ is never collected
-        calls = [
-            (*_calls(stage), *self._fusing(stage), self._last_backwards.get(index, NONE), *self._around(stage))
-            for index, stage in self.stages.items()
-        ]
         spans = self._native.run(
             signature,
             announce,
-            calls,
+            list(map(self._calls, self.stages.values())),
             self.on_failure,
             num_threads=self.num_threads,
             trace=trace,
@@ -197,21 +194,30 @@ class NativeExecutor(Executor):
         start, end = spans
         return start, end
 
-    def _fusing(self, stage: Stage) -> tuple[Any, Sequence[int]]:
-        """The function that runs a pair by the modules' own method, and the stages whose backwards it can run."""
-        if not stage.fuses:
-            return None, ()
+    def _calls(self, stage: Stage) -> tuple[Any, ...]:
+        """What C++ calls of a stage in this step, as ``csrc/torch/runner.h`` lists it; None for what is not needed.
 
-        def fuse(
-            microbatch: int, inputs: Tensors, pair: int, pair_microbatch: int, roots: Tensors, grads: Any
-        ) -> Tensors:
-            return stage.run_fused(microbatch, inputs, self.stages[pair], roots, grads)
+        C++ keeps none of it between steps: a cycle through C++ is never collected.
+        """
+        parallel = stage.parallel
+        return (
+            stage.run,
+            None if stage.work.output_grads is None else stage.losses.output_grads,
+            None if stage.random is None else stage.random.guard,
+            None if parallel is None else stage.run_collective,
+            parallel.fold if parallel is not None and parallel.folds else None,
+            partial(self._fuse, stage) if stage.fuses else None,
+            [index for index, pair in self.stages.items() if stage.fuses_with(pair)] if stage.fuses else (),
+            self._last_backwards.get(stage.index, NONE),
+            stage.context.around,
+            (stage.context.step, self.last[stage.index]),
+            stage.exchanges,
+        )
 
-        return fuse, [index for index, pair in self.stages.items() if stage.fuses_with(pair)]
-
-    def _around(self, stage: Stage) -> tuple[Any, tuple[int, tuple[int, int, int]], bool]:
-        """The context of its backwards, the step's part of `fastpipe.current`, and whether its pairs may alternate."""
-        return stage.context.around, (stage.context.step, self.last[stage.index]), stage.exchanges
+    def _fuse(
+        self, stage: Stage, microbatch: int, inputs: Tensors, pair: int, _: int, roots: Tensors, grads: Any
+    ) -> Tensors:
+        return stage.run_fused(microbatch, inputs, self.stages[pair], roots, grads)
 
     @property
     def checks(self) -> Sequence[Check]:
@@ -239,15 +245,3 @@ class NativeExecutor(Executor):
     def forget_failure(self) -> None:
         """See `Executor.forget_failure`."""
         self._native.forget_failure()
-
-
-def _calls(stage: Stage) -> tuple[Any, ...]:
-    """The functions of a stage that C++ calls: run, output_grads, random, run_collective, fold; None if not needed."""
-    parallel = stage.parallel
-    return (
-        stage.run,
-        None if stage.work.output_grads is None else stage.losses.output_grads,
-        None if stage.random is None else stage.random.guard,
-        None if parallel is None else stage.run_collective,
-        parallel.fold if parallel is not None and parallel.folds else None,
-    )

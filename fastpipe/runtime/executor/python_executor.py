@@ -20,7 +20,7 @@ from fastpipe.dependencies import feeds
 from fastpipe.program import ChannelKind, Instruction, Op
 from fastpipe.runtime.common import Tensors, handed_over, torch_private
 from fastpipe.runtime.executor.executor import Executor, Seconds, backward_of, last_backwards
-from fastpipe.runtime.stage import IN_TURNS, PairCounts, Pairs, Stage
+from fastpipe.runtime.stage import IN_TURNS, PairCounts, Stage
 from fastpipe.runtime.transport import Message
 
 _LABEL_PREFIX = "PP:"
@@ -53,7 +53,6 @@ class PythonExecutor(Executor):
         self.made: dict[int, Tensors] = {}
         self.failed = False
         self.error: BaseException | None = None
-        self._pairs = Pairs(self.pairs, self.num_threads)
         instructions = list(self.program[self.rank])
         resolver = _Resolver(self, instructions)
         self.instructions = list(map(resolver.resolve, instructions))

@@ -12,6 +12,7 @@ from fastpipe.runtime.model.chain import (
     Chain,
     Layers,
     Policy,
+    SplitLayers,
     WholeNames,
     accepted_names,
     as_arguments,
@@ -53,18 +54,22 @@ from fastpipe.runtime.model.cuts import (
     layer_ranges,
     restored,
 )
-from fastpipe.runtime.model.meta import Unfilled, assignable, skeleton
 from fastpipe.runtime.model.modules import (
     NamedParameter,
     Stages,
+    Unfilled,
+    assignable,
     build_modules,
     check_device,
     find_device,
     find_ties,
     flags_of,
+    from_torch,
+    group_of,
     named_parameters,
     prefixes_message,
     prefixes_of,
+    skeleton,
     state_prefix,
 )
 from fastpipe.runtime.model.tied import (
@@ -81,4 +86,3 @@ from fastpipe.runtime.model.tied import (
     parameter_of,
     share,
 )
-from fastpipe.runtime.model.torch_stages import from_torch, group_of

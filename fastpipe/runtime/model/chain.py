@@ -14,9 +14,8 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MethodType
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -183,13 +182,11 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    contexts = partial(_contexts, module)
+
+    def contexts() -> tuple[Any, Any]:  # of the forward, and of its repetitions
+        return contextlib.nullcontext(), _BuffersKept(module)
+
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _contexts(module: nn.Module) -> tuple[Any, Any]:
-    """The contexts of the forward, and of its repetitions."""
-    return contextlib.nullcontext(), _BuffersKept(module)
 
 
 class _BuffersKept:
@@ -269,20 +266,12 @@ class Layers(Sequence[nn.Module]):
         names: of each layer in the unsplit model; default: its index.
     """
 
-    _layers: Sequence[nn.Module] = ()
-
     def __init__(self, layers: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
         self._layers = list(layers)
         self._names = [str(i) for i in range(len(self._layers))] if names is None else list(names)
 
     def __len__(self) -> int:
         return len(self._layers)
-
-    @overload
-    def __getitem__(self, index: int) -> nn.Module: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[nn.Module]: ...
 
     def __getitem__(self, index: Any) -> Any:
         return self._layers[index]
@@ -291,15 +280,25 @@ class Layers(Sequence[nn.Module]):
         """Consecutive layers as one module."""
         return Chain({self._names[i]: self._layers[i] for i in indices})
 
-    def check_unhooked(self, indices: Iterable[int]) -> None:
-        """Refuse hooks of layers that `chain` would not call."""
-        for i in indices:
-            if self._layers and torch_private.has_hooks(self._layers[i]):
+
+class SplitLayers(Layers):
+    """The layers of a model that was split; ``make`` returns consecutive ones of ``count`` as one module."""
+
+    def __init__(self, make: Callable[[list[int]], WholeNames], count: int) -> None:
+        self._make = make
+        super().__init__(make([layer]) for layer in range(count))
+
+    def chain(self, indices: Iterable[int]) -> WholeNames:
+        """Consecutive layers as one module, with the model's parameters and names, and without hooks of these."""
+        own = list(indices)
+        for i in own:
+            if torch_private.has_hooks(self[i]):
                 raise ValueError(
                     f"stages: layer {i} of the split model has hooks, those of fully_shard for example, and a stage "
                     "would not call them; add them to the model's own modules before split, or to each stage in a "
                     "function stage_index -> module, made by layers.chain(indices)"
                 )
+        return self._make(own)
 
 
 def as_layers(stages: Any) -> Layers | None:

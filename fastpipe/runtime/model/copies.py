@@ -84,27 +84,27 @@ def twin(module: nn.Module, made: Made) -> nn.Module:
             own.__dict__.update({name: {} for name in torch_private.MEMBERS})
             _originals[own] = original
     for original, own in new.items():
-        _follow(original, own, {}, made)
+        follow_twin(original, own, {}, made)
     return made[id(module)]
 
 
-class Twins:
-    """All twins in the stages of a process."""
-
-    def __init__(self, stages: Iterable[nn.Module]) -> None:
-        self._stages = [[(_originals[m], m) for m in stage.modules() if m in _originals] for stage in stages]
-        self._made: list[Made] = [{id(original): own for original, own in pairs} for pairs in self._stages]
-        self._seen: list[list[dict[str, Any]]] = [[{} for _ in pairs] for pairs in self._stages]
-
-    def follow(self) -> None:
-        """Apply the user's changes of the layers to their twins; called between steps."""
-        for pairs, made, seen in zip(self._stages, self._made, self._seen, strict=True):
-            for (original, own), before in zip(pairs, seen, strict=True):
-                _follow(original, own, before, made)
+Twins = list[tuple[nn.Module, nn.Module, dict[str, Any], Made]]
+"""The twins in the stages of a process: original, twin, the original's attributes when it was last followed, and all
+twins of the stage."""
 
 
-def _follow(original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Made) -> None:
-    """Update a twin from its original, except for changes by its own forward.
+def twins_in(stages: Iterable[nn.Module]) -> Twins:
+    """All twins in these stages."""
+    found: Twins = []
+    for stage in stages:
+        own = [(_originals[m], m) for m in stage.modules() if m in _originals]
+        made = {id(original): twin for original, twin in own}
+        found += [(original, twin, {}, made) for original, twin in own]
+    return found
+
+
+def follow_twin(original: nn.Module, own: nn.Module, seen: dict[str, Any], made: Made) -> None:
+    """Apply the user's changes of a layer to its twin, except where that one's forward made its own; between steps.
 
     Args:
         seen: the original's attributes at the last call; updated.
@@ -221,7 +221,8 @@ class StageCopies:
         microbatches that it has seen. Called when the step has run."""
         for parameter, version in self._noted:
             if version_of(parameter) != version:
-                raise ValueError(self._written.format(next(name for name, p in self._named() if p is parameter)))
+                unnamed = f"of shape {tuple(parameter.shape)} that it also replaced"
+                raise ValueError(self._written.format(next((n for n, p in self._named() if p is parameter), unnamed)))
 
     def after_step(self, succeeded: bool) -> None:
         """Sum the two halves, and add the saved gradients."""

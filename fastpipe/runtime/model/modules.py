@@ -1,19 +1,44 @@
-"""From the user's ``stages`` to the modules of the local stages."""
+"""From the user's ``stages`` to the modules of the local stages.
+
+Of a ``PipelineStage`` of torch.distributed.pipelining fastpipe uses the module and the index. A model traced by
+``pipeline()`` (a ``Pipe``) consists of stages and a graph between them, in which a value may skip stages. Here a stage
+sends to the next one only, so traced stages are wrapped to forward the values that later stages need.
+
+Stages on the meta device are cut and agreed on without memory, and given memory and values before the first step.
+`Unfilled.to_empty` keeps the identity of every tensor, by `torch.utils.swap_tensors`: tied weights stay one Parameter,
+and optimizers that exist already have it. It fills new tensors with NaN, or the largest integer. So a tensor that was
+never initialised is found before the first step, in particular a buffer that no checkpoint has.
+"""
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from fastpipe.runtime.common import check_shapes, first_line, located, parameters_of, tensors_of, walked
+from fastpipe.runtime.common import (
+    allocate,
+    check_shapes,
+    children_of,
+    first_line,
+    is_dtensor,
+    listed,
+    local_part,
+    located,
+    parameters_of,
+    tensors_of,
+    torch_private,
+    version_of,
+    walked,
+)
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.chain import WholeNames, as_layers, check_whole_unhooked
 from fastpipe.runtime.model.cuts import layer_ranges
-from fastpipe.runtime.model.tied import Tie, make_ties, split_name, tied_names
-from fastpipe.runtime.model.torch_stages import TracedStage, device_of
+from fastpipe.runtime.model.tied import SHARDED, Tie, kind_of_tie, make_ties, parameter_of, split_name, tied_names
 
 Stages = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | Callable[[int], nn.Module] | Mapping[int, nn.Module]
 
@@ -207,3 +232,309 @@ def flags_of(module: nn.Module) -> list[bool]:
         if parameters:
             flags += [parameter.requires_grad for parameter in parameters.values() if parameter is not None]
     return flags
+
+
+def torch_stages(stages: Any) -> list[Any]:
+    """The given stage objects of torch: one, a list, or the values of a dict; empty for anything else."""
+    base = torch_private.pipeline_stage_type()
+    if isinstance(stages, Mapping):
+        listed = list(stages.values())
+    elif isinstance(stages, Sequence) and not isinstance(stages, str):
+        listed = list(stages)
+    else:
+        listed = [stages]
+    return listed if any(isinstance(stage, base) for stage in listed) else []
+
+
+def is_traced(stages: Any) -> bool:
+    """Whether the model was traced by ``pipeline()`` of torch."""
+    return isinstance(stages, torch_private.traced_model_type())
+
+
+def group_of(stages: Any) -> Any:
+    """The process group of torch's stages; None if they have none."""
+    return next((stage.group for stage in torch_stages(stages) if getattr(stage, "group", None) is not None), None)
+
+
+def device_of(stages: Any) -> torch.device | None:
+    """The device of torch's stages or traced model; None for anything else."""
+    if is_traced(stages):
+        return next((parameter.device for parameter in stages.parameters()), None)
+    return next((torch.device(stage.device) for stage in torch_stages(stages) if hasattr(stage, "device")), None)
+
+
+def from_torch(
+    stages: Any, num_stages: int, tied: Sequence[Sequence[str]] | None
+) -> tuple[Any, Sequence[Sequence[str]] | None]:
+    """Convert torch's stages and their ties; anything else is returned unchanged.
+
+    Args:
+        tied: as declared by the user; weights that several stages of a traced model use are added.
+
+    Raises:
+        ValueError, TypeError: naming ``stages``, and the remedy.
+    """
+    if is_traced(stages):
+        _check_num_stages(stages.num_stages, num_stages, "the traced model")
+        return _traced(stages), [*(tied or ()), *_shared_names(stages)] or None
+    listed = torch_stages(stages)
+    if not listed:
+        return stages, tied
+    base = torch_private.pipeline_stage_type()
+    found: dict[int, nn.Module] = {}
+    for stage in listed:
+        if not isinstance(stage, base):
+            raise TypeError(f"stages has a {type(stage).__name__} beside torch's stages: give one kind or the other")
+        index = stage.stage_index  # type: ignore[attr-defined]
+        _check_num_stages(stage.num_stages, num_stages, f"PipelineStage {index}")  # type: ignore[attr-defined]
+        if index in found:
+            raise ValueError(f"stages has PipelineStage {index} twice: give every stage of this process once")
+        if stage.dw_builder is not None:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"stages: PipelineStage {index} has a dw_builder; leave it out, as fastpipe splits backwards itself"
+            )
+        found[index] = _module_of(stage)
+    return found, tied
+
+
+def _check_num_stages(there: int, num_stages: int, what: str) -> None:
+    if there != num_stages:
+        raise ValueError(
+            f"stages: {what} is of {there} stages but the schedule has {num_stages}: use stages_per_rank, or another "
+            "number of ranks, or split the model again"
+        )
+
+
+def _module_of(stage: Any) -> nn.Module:
+    """The module that a stage object runs."""
+    info = getattr(stage, "pipe_info", None)
+    module: nn.Module = stage.submod
+    return module if info is None else TracedStage(module, info.graph, stage.stage_index, whole_names=False)
+
+
+def _traced(pipe: Any) -> dict[int, nn.Module]:
+    """The stages of a traced model. Parameters keep their names unless these repeat between stages."""
+    modules = [pipe.get_stage_module(index) for index in range(pipe.num_stages)]
+    names = [name for module in modules for name in module.state_dict()]
+    whole_names = len(names) == len(set(names))
+    graph = pipe.split_gm.graph
+    return {i: TracedStage(m, graph, i, whole_names=whole_names) for i, m in enumerate(modules)}
+
+
+def _shared_names(pipe: Any) -> list[list[str]]:
+    """The names of every weight that several stages of a traced model use; torch has copied it for each of them."""
+    index = {f"submod_pp_{i}": i for i in range(pipe.num_stages)}
+    return [[f"{index[module]}.{name}" for module, name in users.items()] for users in pipe.replicated_params]
+
+
+class TracedStage(nn.Module):
+    """A stage of a traced model, with the model's parameter names; it passes on the values that later stages need.
+
+    Args:
+        module: the stage made by torch. Its parameters, buffers and submodules are this module's own.
+        whole_names: whether no other stage has the same names.
+    """
+
+    def __init__(self, module: nn.Module, graph: fx.Graph, index: int, *, whole_names: bool) -> None:
+        super().__init__()
+        torch_private.share_tensors(self, module)
+        torch_private.set_children(self, children_of(module))
+        # in a tuple, so that it is not registered as a submodule, which would prefix the names
+        self._traced = (module,)
+        self._place = graph, index
+        self.whole_names = whole_names
+        nodes = list(graph.nodes)
+        calls = [node for node in nodes if node.op == "call_module"]
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        output = next(node for node in nodes if node.op == "output")
+        outputs = output.all_input_nodes
+        self._call = calls[index]
+        self._inputs = inputs if index == 0 else _values_after(calls, inputs, outputs, index - 1)
+        is_last = index == len(calls) - 1
+        # the model's own may have a value twice, or None
+        self._outputs = _listed(output.args[0]) if is_last else _values_after(calls, inputs, outputs, index)
+
+    def forward(self, *values: Any) -> Any:
+        """Run the stage, and pass on the other values."""
+        if len(values) != len(self._inputs):
+            names = ", ".join(node.name for node in self._inputs)
+            raise TypeError(
+                f"the traced model takes {len(self._inputs)} inputs by position ({names}); got {len(values)}"
+            )
+        known = dict(zip(self._inputs, values, strict=True))
+        if self._place[1] == 0:
+            for node, value in known.items():
+                _check_traced(node, value)
+        output = self._traced[0](*fx.node.map_arg(self._call.args, known.__getitem__))
+        known[self._call] = output
+        for node in self._call.users:
+            if node.target is operator.getitem:
+                known[node] = output[node.args[1]]
+        given = tuple(fx.node.map_arg(self._outputs, known.__getitem__))
+        return given[0] if len(given) == 1 else given
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of its module, at the same place of the same graph."""
+        made = type(self)(copy.deepcopy(self._traced[0], memo), *self._place, whole_names=self.whole_names)
+        made.training = self.training
+        return made
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, tuple | list) else [given]
+
+
+def _check_traced(node: fx.Node, value: Any) -> None:
+    """Refuse an input that is not as the one of the trace, which may have become a number in the graph."""
+    traced, shape = node.meta.get("val"), getattr(value, "shape", ())
+    if isinstance(traced, torch.Tensor) and tuple(shape) != tuple(traced.shape):
+        raise ValueError(
+            f"{node.name} has the shape {tuple(shape)} in a microbatch, and the model was traced with "
+            f"{tuple(traced.shape)}: give batches and num_microbatches that make the traced shape, or trace the model "
+            "again"
+        )
+
+
+def _values_after(
+    calls: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], index: int
+) -> list[fx.Node]:
+    """The available values after a stage that later stages or the model's outputs need."""
+    there = [*inputs]
+    for call in calls[: index + 1]:
+        parts = [node for node in call.users if node.target is operator.getitem]
+        there += parts or [call]
+    needed = {node for call in calls[index + 1 :] for node in call.all_input_nodes} | set(outputs)
+    return [node for node in there if node in needed]
+
+
+_HOW = (
+    "call pipe.to_empty() and initialise the layers, or load values with fastpipe.load_checkpoint, "
+    "fastpipe.load_safetensors or pipe.load_state_dict(state, assign=True)"
+)
+
+
+def skeleton(module: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters and buffers are on meta; it takes no memory for them."""
+    made: dict[int, Any] = {}
+    for _, tensor in tensors_of(module):
+        own = torch.empty_like(tensor, device="meta", requires_grad=False)
+        made[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
+    return copy.deepcopy(module, made)
+
+
+class Unfilled:
+    """Local stages that were built on the meta device, until the first step."""
+
+    def __init__(self, modules: Mapping[int, nn.Module], device: torch.device, ties: Sequence[Tie]) -> None:
+        self._modules = modules
+        self._device = device
+        self._ties = ties
+        self._marked: list[tuple[torch.Tensor, int]] = []
+
+    def to_empty(self) -> None:
+        """Give memory to what has none; compute what a stage can compute itself."""
+        for stage, module in sorted(self._modules.items()):
+            own, on_meta = unwrapped(module), [(name, t) for name, t in self._named(stage) if t.is_meta]
+            for name, tensor in on_meta:
+                _check_no_hooks(name, tensor)
+                allocate(tensor, self._device)
+                local_part(tensor).detach().fill_(_mark(tensor.dtype))
+                self._marked.append((tensor, version_of(local_part(tensor))))
+            if on_meta and isinstance(own, WholeNames):
+                own.compute_buffers({id(tensor) for _, tensor in on_meta})
+
+    def check(self) -> None:
+        """Refuse to use stages without values.
+
+        Raises:
+            ValueError: naming tensors without memory or values, those on another device, and weights that are no
+                longer tied, each with the remedy.
+        """
+        named = {stage: dict(self._named(stage)) for stage in self._modules}
+        for stage, tensors in named.items():
+            absent = [name for name, tensor in tensors.items() if tensor.is_meta]
+            if absent:
+                raise ValueError(f"stages: {listed(absent)} of stage {stage} are on the meta device: {_HOW}")
+        check_device(self._modules, self._device)
+        for stage, tensors in named.items():
+            self._check_values(stage, tensors)
+        self._check_ties()
+
+    def _check_values(self, stage: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        marked = {id(tensor): version for tensor, version in self._marked}
+        empty = [name for name, t in tensors.items() if id(t) in marked and _is_empty(t, marked[id(t)])]
+        if not empty:
+            return
+        kept = unwrapped(self._modules[stage]).state_dict()
+        prefix = state_prefix(self._modules[stage], stage)
+        left = [name for name in empty if name.removeprefix(prefix) not in kept]
+        if left == empty:
+            raise ValueError(
+                f"stages: {listed(empty)} of stage {stage} have no values since to_empty, and no checkpoint has them "
+                "(register_buffer(persistent=False)): compute them after pipe.to_empty(), as the layer's __init__ "
+                "does, for example in its reset_parameters()"
+            )
+        raise ValueError(
+            f"stages: {listed(empty)} of stage {stage} have no values since to_empty: initialise them, as "
+            "layer.reset_parameters() does for layers of torch, or load them"
+        )
+
+    def _check_ties(self) -> None:
+        for tie in self._ties:
+            here = {
+                id(parameter_of(unwrapped(self._modules[stage]), local, name)): name
+                for name, (stage, local) in zip(tie.names, tie.members, strict=True)
+                if stage in self._modules
+            }
+            if len(here) > 1 and kind_of_tie(tie, self._modules) != SHARDED:
+                raise ValueError(
+                    f"tied: {' and '.join(tie.names)} were one weight when the Pipeline was built, and got memory of "
+                    "their own, as module.to_empty() does it: call pipe.to_empty() instead, or assign one nn.Parameter "
+                    "to all of them"
+                )
+
+    def _named(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+        prefix = state_prefix(self._modules[stage], stage)
+        for name, tensor in tensors_of(unwrapped(self._modules[stage])):
+            yield prefix + name, tensor
+
+
+def assignable(state: Mapping[str, Any], ties: Sequence[Tie], device: torch.device) -> dict[str, Any]:
+    """A state whose tensors stages can use as they are: one Parameter for all names of a tied weight.
+
+    Raises:
+        ValueError: for a tensor on another device.
+    """
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.device.type != device.type:
+            raise ValueError(
+                f"the state has {name} on {value.device}, and with assign=True the stages use it as it is: move it to "
+                f"{device}, or call pipe.to_empty() and load without assign"
+            )
+    found = dict(state)
+    for tie in ties:
+        names = [name for name in tie.names if isinstance(state.get(name), torch.Tensor)]
+        if names and not is_dtensor(state[names[0]]):
+            found |= dict.fromkeys(names, nn.Parameter(state[names[0]].detach(), requires_grad=False))
+    return found
+
+
+def _mark(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _is_empty(tensor: torch.Tensor, version: int) -> bool:
+    """Whether nothing was written since `allocate`."""
+    local = local_part(tensor).detach()
+    if not local.numel() or version_of(local) != version:
+        return False
+    mark = _mark(local.dtype)
+    whole = local.float() if local.element_size() == 1 and local.is_floating_point() else local
+    return bool((whole.isnan() if mark != mark else whole == mark).all())
+
+
+def _check_no_hooks(name: str, tensor: torch.Tensor) -> None:
+    if torch_private.hooks_of(tensor) or (tensor.is_leaf and torch_private.post_hooks_of(tensor)):
+        raise ValueError(f"stages: {name} has a hook, which it would lose with its memory; register it after to_empty")

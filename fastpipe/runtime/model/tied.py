@@ -35,12 +35,25 @@ from fastpipe.runtime.common import (
     torch_private,
 )
 from fastpipe.runtime.data_parallel import is_sharded, unwrapped
-from fastpipe.runtime.model.copies import FROZEN, Changes, Exchange, StageCopies, Twins, added, holders_of
+from fastpipe.runtime.model.copies import (
+    FROZEN,
+    Changes,
+    Exchange,
+    StageCopies,
+    Twins,
+    added,
+    follow_twin,
+    holders_of,
+    twins_in,
+)
 
 REPLICATED, SHARDED = "DistributedDataParallel", "fully_shard"
 
 Places = list[tuple[nn.Module, str]]
 """The places of a parameter: modules and attribute names."""
+
+Grads = Mapping[int, torch.Tensor | None]
+"""The gradients of a weight's uses, by stage."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +211,7 @@ class Shared:
         for parameter in (self.parameter, *self.aliases.values()):
             parameter.grad = None
 
-    def add_up(self, grads: Mapping[int, torch.Tensor | None]) -> None:
+    def add_up(self, grads: Grads) -> None:
         """Add the stages' gradients, the last stage's first as in a backward, to the saved one."""
         self.parameter.grad = added(self.kept, sum_of_uses(grads))
         self.kept = None
@@ -206,7 +219,7 @@ class Shared:
             alias.grad = None
 
 
-def sum_of_uses(grads: Mapping[int, torch.Tensor | None]) -> torch.Tensor | None:
+def sum_of_uses(grads: Grads) -> torch.Tensor | None:
     """The sum over the stages' uses, the last stage's first as in a backward."""
     total = None
     for stage in sorted(grads, reverse=True):
@@ -365,8 +378,10 @@ class TiedWeights(StageCopies):
     """The work around a step for tied weights, and inside of it the work for stages that are held twice.
 
     Args:
-        grad_exchange: exchanges gradients with other processes; None if all ranks are here.
+        rank: of this process, if there are others.
+        exchange: exchanges tensors of equal shapes and dtypes with another process; None if all ranks are here.
         twins: of layers that are in several local stages.
+        make: creates the inner work, while the stages use their aliases, so that it applies to these.
 
     Attributes:
         sees_aliases: whether the stages use their aliases now.
@@ -378,28 +393,34 @@ class TiedWeights(StageCopies):
         "them between steps, or cut the model so that one stage has all uses"
     )
 
-    def __init__(self, shared: Sequence[Shared], grad_exchange: GradExchange | None, twins: Twins) -> None:
+    def __init__(
+        self,
+        shared: Sequence[Shared],
+        placement: Placement,
+        rank: int,
+        exchange: Exchange | None,
+        twins: Twins,
+        make: Callable[[], StageCopies],
+    ) -> None:
         self.shared = shared
-        self.grad_exchange = grad_exchange
+        self.placement = placement
+        self.rank = rank
+        self.exchange = exchange
         self.twins = twins
-        self.base = StageCopies()
         self.sees_aliases = False
-
-    def around(self, make: Callable[[], StageCopies]) -> TiedWeights:
-        """Create the inner work while the stages use their aliases, so that it applies to these."""
         with self.in_place():
             self.base = make()
-        return self
 
     def equalise(self, *, initialised: bool = False) -> None:
         """Give all processes the value of a weight's first stage, or of its last."""
         with self.in_place():
             self.base.equalise(initialised=initialised)
-        for weight in self.shared if self.grad_exchange is not None else ():
+        for weight in self.shared if self.exchange is not None else ():
             stage = weight.tie.stages[-1 if initialised else 0]
-            value = self._gathered(weight, dict.fromkeys(weight.stages, weight.parameter.detach()))[stage]
+            own = weight.parameter.detach()
+            value = self._gathered(weight, dict.fromkeys(weight.stages, own), own)[stage]
             assert value is not None
-            local_part(weight.parameter.detach()).copy_(local_part(value))
+            local_part(own).copy_(local_part(value))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -412,7 +433,8 @@ class TiedWeights(StageCopies):
             self.release()
 
     def _adopt(self) -> None:
-        self.twins.follow()
+        for twin in self.twins:
+            follow_twin(*twin)
         for weight in self.shared:
             weight.adopt()
 
@@ -427,9 +449,8 @@ class TiedWeights(StageCopies):
         for weight in self.shared:
             weight.check_hooks()
         changes = self.base.prepare()
-        for weight in self.shared if self.grad_exchange is not None else ():
-            assert self.grad_exchange is not None
-            name, holders = weight.tie.names[0], list(users_of(weight.tie, self.grad_exchange.placement))
+        for weight in self.shared if self.exchange is not None else ():
+            name, holders = weight.tie.names[0], list(users_of(weight.tie, self.placement))
             if (digest := weight.replaced()) is not None:
                 changes[name] = digest, holders
             if not weight.parameter.requires_grad:
@@ -470,7 +491,7 @@ class TiedWeights(StageCopies):
         self.base.after_step(succeeded)
         for weight in self.shared:
             grads = weight.grads()
-            weight.add_up(self._gathered(weight, grads) if succeeded else grads)
+            weight.add_up(self._gathered(weight, grads, weight.parameter) if succeeded else grads)
 
     def release(self) -> None:
         """Restore the user's modules."""
@@ -491,12 +512,30 @@ class TiedWeights(StageCopies):
                 shards = {weight.stages[0]: weight.parameter, **weight.aliases}
                 own = {stage: whole(shard) for stage, shard in shards.items()}
                 like = torch.empty(weight.parameter.shape, dtype=weight.parameter.dtype, device=weight.parameter.device)
-                gathered = own if self.grad_exchange is None else self.grad_exchange.gather(weight.tie, own, like)
-                found[weight.tie.names[0]] = sum_of_uses(gathered)
+                found[weight.tie.names[0]] = sum_of_uses(self._gathered(weight, own, like))
         return found
 
-    def _gathered(self, weight: Shared, own: Mapping[int, torch.Tensor | None]) -> Mapping[int, torch.Tensor | None]:
-        return own if self.grad_exchange is None else self.grad_exchange.gather(weight.tie, own, weight.parameter)
+    def _gathered(self, weight: Shared, own: Grads, like: torch.Tensor) -> Grads:
+        """The gradients of all stages' uses, also in other processes. ``like`` has the weight's shape and dtype.
+
+        Every pair of processes with different stages exchanges once. All processes go through the pairs in the same
+        order, so no cycle of waits can form.
+        """
+        held = users_of(weight.tie, self.placement)
+        pairs = sorted((a, b) for a in held for b in held if a < b and set(held[a]) != set(held[b]))
+        peers = [b if self.rank == a else a for a, b in pairs if self.rank in (a, b)]
+        if self.exchange is None or not peers:
+            return own
+        found = dict(own)
+        mine = [own[stage] for stage in sorted(own)]
+        mine += [None] * (max(map(len, held.values())) - len(mine))
+        there = torch.tensor([grad is not None for grad in mine])
+        empty = torch.zeros_like(local_part(like), dtype=grad_dtype_of(like))
+        tensors = [there, *(empty if grad is None else dense_grad(local_part(grad)) for grad in mine)]
+        for peer in peers:
+            given, *theirs = self.exchange(peer, tensors)
+            found |= {s: with_local_part(like, theirs[i]) if given[i] else None for i, s in enumerate(held[peer])}
+        return {stage: found[stage] for stage in weight.tie.stages}
 
 
 def users_of(tie: Tie, placement: Placement) -> dict[int, list[int]]:
@@ -511,48 +550,6 @@ def users_of(tie: Tie, placement: Placement) -> dict[int, list[int]]:
 def between_ranks(ties: Sequence[Tie], placement: Placement) -> bool:
     """Whether a weight is used by stages of different ranks."""
     return any(set(stages) != set(tie.stages) for tie in ties for stages in users_of(tie, placement).values())
-
-
-class GradExchange:
-    """Exchanges the gradients of stages' uses between the processes of a weight.
-
-    Every pair of processes with different stages exchanges once. All processes go through the pairs in the same order,
-    so no cycle of waits can form.
-
-    Args:
-        exchange: exchanges tensors of equal shapes and dtypes between two ranks.
-    """
-
-    def __init__(self, rank: int, placement: Placement, exchange: Exchange) -> None:
-        self.rank = rank
-        self.placement = placement
-        self.exchange = exchange
-
-    def gather(
-        self, tie: Tie, own: Mapping[int, torch.Tensor | None], like: torch.Tensor
-    ) -> dict[int, torch.Tensor | None]:
-        """The gradients of all stages' uses, including other processes'.
-
-        Args:
-            like: a tensor with the weight's shape and dtype.
-        """
-        held = users_of(tie, self.placement)
-        found = dict(own)
-        for a, b in sorted((a, b) for a in held for b in held if a < b):
-            if self.rank in (a, b) and set(held[a]) != set(held[b]):
-                peer = b if self.rank == a else a
-                found |= self._exchange_with(peer, held[peer], max(map(len, held.values())), own, like)
-        return {stage: found[stage] for stage in tie.stages}
-
-    def _exchange_with(
-        self, peer: int, stages: Sequence[int], count: int, own: Mapping[int, torch.Tensor | None], like: torch.Tensor
-    ) -> dict[int, torch.Tensor | None]:
-        mine = [own[stage] for stage in sorted(own)] + [None] * (count - len(own))
-        there = torch.tensor([grad is not None for grad in mine])
-        empty = torch.zeros_like(local_part(like), dtype=grad_dtype_of(like))
-        tensors = [empty if grad is None else dense_grad(local_part(grad)) for grad in mine]
-        given, *theirs = self.exchange(peer, [there, *tensors])
-        return {stage: with_local_part(like, theirs[i]) if given[i] else None for i, stage in enumerate(stages)}
 
 
 def make_tied(
@@ -580,8 +577,7 @@ def make_tied(
             shared.append(kinds.get(kind_of_tie(tie, modules), Shared)(tie, places))
     if not shared:
         return make()
-    grad_exchange = None if exchange is None else GradExchange(rank, placement, exchange)
-    return TiedWeights(shared, grad_exchange, Twins(modules.values())).around(make)
+    return TiedWeights(shared, placement, rank, exchange, twins_in(modules.values()), make)
 
 
 def first_names(ties: Sequence[Tie]) -> dict[str, tuple[int, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import children_of, cuda_devices, parameters_of, torch_private
-from fastpipe.runtime.model import Layers, WholeNames, shallow
+from fastpipe.runtime.model import SplitLayers, WholeNames, shallow
 
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Values of ``config.model_type`` that tests compare with the unsplit model; others need an example."""
@@ -66,7 +66,7 @@ def is_hugging_face(model: nn.Module) -> bool:
     return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)
 
 
-class DecoderLayers(Layers):
+class DecoderLayers(SplitLayers):
     """The layers of a causal language model or a text classifier; returned by `fastpipe.split`.
 
     Args:
@@ -77,19 +77,12 @@ class DecoderLayers(Layers):
     """
 
     def __init__(self, model: Any, run: Callable[[], Any] | None = None) -> None:
-        self._anatomy = _examine(model, run)
-        self._model = model
+        layout = _examine(model, run)
+        self._classifies = bool(layout.embedding)
         self._loss = model.loss_function
         self._config = model.config
-        base = model.get_submodule(self._anatomy.base)
-        self.num_blocks = len(getattr(base, self._anatomy.blocks))
-        super().__init__(self.chain([layer]) for layer in range(self.num_blocks + 2))
-
-    def chain(self, indices: Iterable[int]) -> DecoderStage:
-        """Consecutive layers as one module, with the model's parameters and names."""
-        own = list(indices)
-        self.check_unhooked(own)
-        return DecoderStage(self._model, self._anatomy, self.num_blocks, own)
+        self.num_blocks = len(getattr(model.get_submodule(layout.base), layout.blocks))
+        super().__init__(partial(DecoderStage, model, layout, self.num_blocks), self.num_blocks + 2)
 
     @property
     def loss_fn(self) -> Callable[[Any, torch.Tensor], torch.Tensor]:
@@ -103,7 +96,7 @@ class DecoderLayers(Layers):
 
         def loss_fn(output: Any, labels: torch.Tensor) -> torch.Tensor:
             logits = getattr(output, "logits", output)
-            if self._anatomy.embedding:
+            if self._classifies:
                 classified: torch.Tensor = loss(labels=labels, pooled_logits=logits, config=config)
                 return classified
             count = max(self.num_tokens(labels), 1)

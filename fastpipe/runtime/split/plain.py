@@ -6,7 +6,7 @@ A run on an example finds the blocks and the later modules, and checks that each
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import children_of, torch_private, version_of
-from fastpipe.runtime.model import Layers, WholeNames, accepted_names, shallow
+from fastpipe.runtime.model import WholeNames, accepted_names, shallow
 
 _MAX_TRIED = 4
 Further = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -164,33 +164,13 @@ def _is_fixed(value: Any, buffers: Container[int]) -> bool:
     return id(value) in buffers or value is None or type(value) in (bool, int, float, str)
 
 
-class RowLayers(Layers):
-    """The layers of a model with a row of modules; returned by `fastpipe.split`.
-
-    Args:
-        row: the names of the modules in the row, with their further arguments. Layer 0 is the model's forward up to the
-            first of them.
-    """
-
-    def __init__(self, model: nn.Module, row: Mapping[str, Further]) -> None:
-        self._model = model
-        self._row = dict(row)
-        super().__init__(self.chain([layer]) for layer in range(len(row) + 1))
-
-    def chain(self, indices: Iterable[int]) -> RowStage:
-        """Consecutive layers as one module, with the model's parameters and names."""
-        own = list(indices)
-        self.check_unhooked(own)
-        return RowStage(self._model, self._row, own)
-
-
 class RowStage(WholeNames):
-    """Consecutive layers of a `RowLayers`.
+    """Consecutive layers of a model with a row of modules.
 
     Args:
         model: the unsplit model; its modules are used, not copied.
-        given: the row, as for `RowLayers`.
-        layers: 0 for the part before the row; its modules count from 1.
+        given: the names of the modules in the row, with their further arguments.
+        layers: 0 for the model's forward up to the row, whose modules count from 1.
     """
 
     def __init__(self, model: nn.Module, given: Mapping[str, Further], layers: Sequence[int]) -> None:

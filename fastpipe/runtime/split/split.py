@@ -11,9 +11,17 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import cuda_devices, on_meta
-from fastpipe.runtime.model import Layers, accepted_names, as_layers, check_whole_unhooked, restored, selected
+from fastpipe.runtime.model import (
+    Layers,
+    SplitLayers,
+    accepted_names,
+    as_layers,
+    check_whole_unhooked,
+    restored,
+    selected,
+)
 from fastpipe.runtime.split.hugging_face import DecoderLayers, is_hugging_face
-from fastpipe.runtime.split.plain import RowLayers, row_of_modules, rows_of_modules
+from fastpipe.runtime.split.plain import RowStage, row_of_modules, rows_of_modules
 
 logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
@@ -70,7 +78,7 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
     return layers
 
 
-def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> RowLayers:
+def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitLayers:
     """The layers of a module with a list of blocks, compared with it on the example."""
     if not example and not kwargs:
         raise ValueError(
@@ -88,9 +96,9 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     raise refusal
 
 
-def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwargs: dict[str, Any]) -> RowLayers:
+def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitLayers:
     row, expected = _run_restored(model, lambda: row_of_modules(model, blocks, example, kwargs))
-    layers = RowLayers(model, row)
+    layers = SplitLayers(partial(RowStage, model, row), len(row) + 1)
     _check_complete(model, layers)
     whole, sequence = partial(model, *example, **kwargs), partial(_run_layers, layers, example, kwargs)
     _compare(model, whole, sequence, expected)

@@ -6,7 +6,6 @@ Uses: `model`, `data_parallel`, `common`.
 
 from __future__ import annotations
 
-from fastpipe.runtime.stage.all_to_all import all_to_all
 from fastpipe.runtime.stage.boundary import TreespecCache, from_tensors, to_tensors
 from fastpipe.runtime.stage.context import ContextFactory, Current, checked_contexts, current, last_microbatches
 from fastpipe.runtime.stage.held import HeldTensors, held_tensors
@@ -31,6 +30,7 @@ from fastpipe.runtime.stage.pairs import (
     PairCounts,
     PairPolicy,
     Pairs,
+    all_to_all,
     pair_policy,
 )
 from fastpipe.runtime.stage.random_numbers import (

@@ -78,11 +78,23 @@ def _name_of_kind(value: Any) -> str:
     return _NAMES[kind]
 
 
-def _sequence(kind: Any) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
+_Kind = tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]
+"""Type, encoder, decoder."""
+
+
+def _number(kind: Any, layout: str, parts: Callable[[Any], tuple[Any, ...]]) -> _Kind:
+    return (
+        kind,
+        lambda value: struct.pack(layout, *parts(value)).hex(),
+        lambda given: kind(*struct.unpack(layout, bytes.fromhex(given))),
+    )
+
+
+def _sequence(kind: Any) -> _Kind:
     return kind, lambda value: list(map(to_data, value)), lambda given: kind(map(from_data, given))
 
 
-def _steps(kind: Any) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
+def _steps(kind: Any) -> _Kind:
     return (
         kind,
         lambda value: list(map(to_data, (value.start, value.stop, value.step))),
@@ -90,7 +102,7 @@ def _steps(kind: Any) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
     )
 
 
-def _of_torch(kind: Any) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
+def _of_torch(kind: Any) -> _Kind:
     def read(name: str) -> Any:
         found = getattr(torch, name, None)
         if type(found) is not kind:
@@ -129,7 +141,7 @@ def _class(module: str, name: str) -> type:
     )
     if not is_allowed:
         # a class defined in a function is not an attribute of its module
-        nodes = [kind for kind in reversed(pytree.SUPPORTED_NODES) if _is_called(kind, module, name)]
+        nodes = [k for k in reversed(pytree.SUPPORTED_NODES) if (k.__module__, k.__qualname__) == (module, name)]
         if not nodes:
             raise ValueError(f"no class {module}.{name} is registered with torch.utils._pytree in this process")
         found = nodes[0]
@@ -137,27 +149,11 @@ def _class(module: str, name: str) -> type:
     return made
 
 
-def _is_called(kind: Any, module: str, name: str) -> bool:
-    return bool(kind.__module__ == module and kind.__qualname__ == name)
-
-
-_KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "int": (
-        int,
-        lambda value: value.to_bytes(8, "little", signed=True).hex(),
-        lambda given: int.from_bytes(bytes.fromhex(given), "little", signed=True),
-    ),
+_KINDS: dict[str, _Kind] = {
+    "int": _number(int, "<q", lambda value: (value,)),
     "long": (None, str, int),
-    "float": (
-        float,
-        lambda value: struct.pack("<d", value).hex(),
-        lambda given: struct.unpack("<d", bytes.fromhex(given))[0],
-    ),
-    "complex": (
-        complex,
-        lambda value: struct.pack("<dd", value.real, value.imag).hex(),
-        lambda given: complex(*struct.unpack("<dd", bytes.fromhex(given))),
-    ),
+    "float": _number(float, "<d", lambda value: (value,)),
+    "complex": _number(complex, "<dd", lambda value: (value.real, value.imag)),
     "bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
     "dict": (
         dict,
@@ -171,7 +167,6 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "class": (None, _name, lambda given: _class(*given)),
     "enum": (None, lambda value: [_name(type(value)), value.name], _member),
 }
-"""Per kind: type, encoder, decoder."""
 _NAMES = {kind: name for name, (kind, _, _) in _KINDS.items() if kind is not None}
 
 
@@ -212,7 +207,7 @@ def to_tensors(
         ValueError: for a tree that cannot be encoded; names the stage.
     """
     if not carried:
-        value = value.clone() if torch_private.is_collective_result(value) else value
+        value = _complete(value)
         if isinstance(value, torch.Tensor) and _is_plain((value,)):
             return (value,)
         if type(value) in (tuple, list) and _is_plain(value) and (received is None or received.made(value)):
@@ -281,11 +276,6 @@ def _is_one_value(tree: Any) -> bool:
     return isinstance(tree, torch.Size) or is_block_mask(tree)
 
 
-def is_lasting(text: bytes) -> bool:
-    """Whether a treespec has no values, so that other microbatches may have the same one."""
-    return _is_empty(text.partition(_END)[2])
-
-
 def _is_empty(values: bytes) -> bool:
     return values.startswith(b"[]")
 
@@ -301,10 +291,14 @@ def _is_plain(values: Any) -> bool:
     return not (values and _is_treespec(values[0])) and len(set(map(id, values))) == len(values)
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def _local(tensor: Any) -> Any:
     """A DTensor's shard, or any other tensor itself; differentiable."""
-    local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local.clone() if torch_private.is_collective_result(local) else local
+    return _complete(tensor.to_local() if is_dtensor(tensor) else tensor)
+
+
+def _complete(value: Any) -> Any:
+    """The value; of a collective that may still run, its result."""
+    return value.clone() if torch_private.is_collective_result(value) else value
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
@@ -453,7 +447,7 @@ class TreespecCache:
         if not self._announcing and key in self._current:
             return self._current[key]
         text = treespec_text(treespec)
-        if self._announcing and is_lasting(text):
+        if self._announcing and _is_empty(text.partition(_END)[2]):
             self._current[key] = text
         return text
 

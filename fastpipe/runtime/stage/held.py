@@ -64,11 +64,9 @@ def enter(tensor: torch.Tensor, grads: dict[Any, torch.Tensor], key: Any) -> tor
 
 
 class _Deliver(torch.autograd.Function):
-    """Identity on an output; its backward also gives tensors that the rank keeps the sums of their gradients."""
-
     @staticmethod
     def forward(
-        ctx: Any, output: torch.Tensor, grads: dict[Key, torch.Tensor], keys: list[Key], *kept: torch.Tensor
+        ctx: Any, output: torch.Tensor, grads: dict[Any, torch.Tensor], keys: list[Any], *others: torch.Tensor
     ) -> torch.Tensor:
         ctx.grads, ctx.keys = grads, keys
         # not a view, which could not be changed in place
@@ -78,6 +76,12 @@ class _Deliver(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         found = [ctx.grads.pop(key, None) for key in ctx.keys]
         return grads[0], None, None, *(None if grad is None else _read_here(grad) for grad in found)
+
+
+def deliver(output: torch.Tensor, others: dict[Any, torch.Tensor], grads: dict[Any, torch.Tensor]) -> torch.Tensor:
+    """The same output; its backward also gives other tensors the gradients that a dict then has for their keys."""
+    made: torch.Tensor = _Deliver.apply(output, grads, list(others), *others.values())  # type: ignore[no-untyped-call]
+    return made
 
 
 class HeldTensors:
@@ -187,8 +191,8 @@ class ReceivedTensors:
             if key != (self.stage, 0) and (self._held.with_gradient or not tensor.requires_grad)
         }
         self._held.tensors[self._microbatch] = dict(zip(kept, handed_over(tuple(kept.values())), strict=True))
-        summed = [key for key, tensor in kept.items() if tensor.requires_grad and key not in self._from_held]
+        summed = {key: t for key, t in kept.items() if t.requires_grad and key not in self._from_held}
         if summed:
             place = next(place for place, tensor in enumerate(sent) if tensor.requires_grad)
-            sent[place] = _Deliver.apply(sent[place], self._grads(), summed, *(kept[key] for key in summed))  # type: ignore[no-untyped-call]
+            sent[place] = deliver(sent[place], summed, self._grads())
         return sent

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from fastpipe.runtime.common import Tensors, is_dtensor, pytree, tensor_leaves, tensors_in, torch_private
+from fastpipe.runtime.stage.held import deliver
 
 
 def outputs_and_grads(output: Any, given: Any) -> tuple[Tensors, Tensors]:
@@ -299,21 +300,6 @@ class AddedLosses:
         return [(name, value.detach()) for name, value in self.values]
 
 
-class AddedLoss(torch.autograd.Function):
-    """Identity on the tensor; its backward also gives the loss a gradient of 1."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """Detached, not a view: a view could not be changed in place."""
-        ctx.one = torch.ones_like(loss)
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both gradients."""
-        return grads[0], ctx.one
-
-
 @dataclass
 class StageWork:
     """Inputs and results of a stage in one step, by microbatch.
@@ -388,7 +374,7 @@ class StageLosses:
             return outputs
         for i, output in enumerate(outputs):
             if output.requires_grad:
-                entered: torch.Tensor = AddedLoss.apply(output, share)  # type: ignore[no-untyped-call]
+                entered = deliver(output, {0: share}, {0: torch.ones_like(share)})
                 return *outputs[:i], entered, *outputs[i + 1 :]
         raise ValueError(
             f"add_loss: stage {self.stage} adds a loss that requires a gradient, and no output of the stage requires "

@@ -169,13 +169,7 @@ class RandomNumbers:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        seed: int | None,
-        threads: bool,
-        pairs: bool,
-        runtime: Any = None,
+        self, device: torch.device, *, seed: int | None, threads: bool, pairs: bool, runtime: Any = None
     ) -> None:
         self.seed = seed
         self.threads = threads

@@ -29,7 +29,6 @@ from fastpipe.runtime.model import (
     split_carried,
     with_recompute,
 )
-from fastpipe.runtime.stage.all_to_all import OtherHalfError, num_calls
 from fastpipe.runtime.stage.boundary import (
     TreespecCache,
     from_tensors,
@@ -40,7 +39,7 @@ from fastpipe.runtime.stage.boundary import (
 from fastpipe.runtime.stage.context import ActionContext, ContextFactory
 from fastpipe.runtime.stage.held import HeldTensors, ReceivedTensors, enter
 from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses, StageWork
-from fastpipe.runtime.stage.pairs import METHOD, Criterion, fuse, method_of, one_or_all
+from fastpipe.runtime.stage.pairs import METHOD, Criterion, OtherHalfError, fuse, method_of, num_calls, one_or_all
 from fastpipe.runtime.stage.random_numbers import RandomNumbers
 from fastpipe.runtime.stage.weight_grad import SplitReport, WeightGradients, make_weight_gradients
 
@@ -61,10 +60,6 @@ class Record:
 
 
 _NOTHING = contextlib.nullcontext()
-
-
-def _stay() -> None:
-    """Do nothing."""
 
 
 class Stage:
@@ -128,7 +123,7 @@ class Stage:
         self.treespecs = treespecs
         self.why_one_tensor = why_one_tensor
         self.bare = wrapped and self.parallel is None
-        self.leave_mesh: Callable[[], None] = _stay
+        self.leave_mesh: Callable[[], None] = lambda: None
         self.held = held
         self._received_tensors: ReceivedTensors | None = None
         self.recorder: Callable[[int, Tensors, Callable[[int, Tensors], Tensors]], Tensors] | None = None

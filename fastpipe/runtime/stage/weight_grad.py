@@ -182,15 +182,16 @@ class WeightGradients:
         if not self._is_first:
             return
         kept: set[Any] = {get_gradient_edge(tensor).node for tensor in inputs}
-        _reach([*(get_gradient_edge(tensor).node for tensor in outputs), *self._differentiated], kept)
+        ends = [*(get_gradient_edge(tensor).node for tensor in outputs), *self._differentiated]
+        _reach(ends, kept, past_linears=False)
         weights = _weights_of(kept) - kept
         while whole := [node for node in weights if not _separate(node, kept, weights)]:
-            _reach(whole, kept)
+            _reach(whole, kept, past_linears=False)
             weights = _weights_of(kept) - kept
         # a linear that computes another's weight is not deferred: W reaches it through that weight
-        makers = set(_leaves(_weights_of(_all_reached(weights))))
+        makers = set(_leaves(_weights_of(_reach(weights, set(), past_linears=True))))
         self.report.done = True
-        self.report.whole = {_cdata(node) for node in kept if _is_leaf(node)}
+        self.report.whole = {torch_private.address_of(node.variable) for node in kept if _is_leaf(node)}
         self.report.waits = {leaf: t for leaf, t in _leaves(weights).items() if leaf not in makers}
         self._differentiated.clear()
 
@@ -238,7 +239,7 @@ class WeightGradients:
             self._pending = [pending for pending in self._pending if pending.task != task]
             # the engine runs nodes from last to first created
             rest = [one for one in group if not (self.fuses and accumulate_in_place(one.edge.node, one.uses))]
-            sources = [_source(pending) for pending in reversed(rest)]
+            sources: list[Any] = [_Source.apply(one.weight, one.uses) for one in reversed(rest)]  # type: ignore[no-untyped-call]
             torch.autograd.backward(sources, [torch.empty_like(source) for source in sources])
 
     def held_bytes(self) -> int:
@@ -274,22 +275,12 @@ def _is_leaf(node: Any) -> bool:
     return torch_private.leaf_of(node) is not None
 
 
-def _cdata(node: Any) -> int:
-    return torch_private.address_of(node.variable)
-
-
 def _leaves(nodes: Iterable[Any], *, past_linears: bool = True) -> dict[int, torch.Tensor]:
-    reached = _all_reached(nodes, past_linears=past_linears)
-    return {_cdata(node): node.variable for node in reached if _is_leaf(node)}
+    reached = _reach(nodes, set(), past_linears=past_linears)
+    return {torch_private.address_of(node.variable): node.variable for node in reached if _is_leaf(node)}
 
 
-def _all_reached(nodes: Iterable[Any], *, past_linears: bool = True) -> set[Any]:
-    reached: set[Any] = set()
-    _reach(nodes, reached, past_linears=past_linears)
-    return reached
-
-
-def _reach(nodes: Iterable[Any], reached: set[Any], *, past_linears: bool = False) -> None:
+def _reach(nodes: Iterable[Any], reached: set[Any], *, past_linears: bool) -> set[Any]:
     """Add the nodes that a backward from these reaches; follows linears to their weights only with ``past_linears``."""
     stack = list(nodes)
     while stack:
@@ -299,6 +290,7 @@ def _reach(nodes: Iterable[Any], reached: set[Any], *, past_linears: bool = Fals
         reached.add(node)
         weight = _WEIGHT if not past_linears and torch_private.function_of(node) is _Linear else None
         stack.extend(next_node for i, (next_node, _) in enumerate(node.next_functions) if i != weight)
+    return reached
 
 
 def _weights_of(nodes: Iterable[Any]) -> set[Any]:
@@ -309,9 +301,9 @@ def _weights_of(nodes: Iterable[Any]) -> set[Any]:
 
 def _separate(node: Any, kept: set[Any], weights: set[Any]) -> bool:
     """Whether only linears reach a weight, and it is computed from leaves by no linear of ``weights``."""
-    reached = _all_reached([node])
+    reached = _reach([node], set(), past_linears=True)
     ends = (end for end in reached if not end.next_functions)
-    made_by = _all_reached(_weights_of(reached))
+    made_by = _reach(_weights_of(reached), set(), past_linears=True)
     return reached.isdisjoint(kept) and made_by.isdisjoint(weights) and all(map(_is_leaf, ends))
 
 
@@ -392,11 +384,6 @@ class _Source(torch.autograd.Function):
             total = part if total is None else total.add_(part)
         ctx.uses.clear()
         return total, None
-
-
-def _source(pending: _Pending) -> torch.Tensor:
-    made: torch.Tensor = _Source.apply(pending.weight, pending.uses)  # type: ignore[no-untyped-call]
-    return made
 
 
 def _plain(tensor: torch.Tensor, like: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 The process that computes a value sends it exact to the last bit; each process reduces all values in one order when they
 are read, so the result is the same everywhere. On a device, values complete after the host ends the step;
-`fastpipe.runtime.executor.events` says whether they are valid.
+`fastpipe.runtime.executor.ranks` says whether they are valid.
 """
 
 from __future__ import annotations

@@ -17,5 +17,5 @@ from fastpipe.runtime.transport.groups import (
 )
 from fastpipe.runtime.transport.loopback import Loopback
 from fastpipe.runtime.transport.process_group import ProcessGroups
-from fastpipe.runtime.transport.selection import CHOICES, select_transport
+from fastpipe.runtime.transport.shared_memory import CHOICES, select_transport
 from fastpipe.runtime.transport.transport import Message, Transport, why_not_python

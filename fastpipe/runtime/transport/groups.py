@@ -61,13 +61,17 @@ class Membership:
     """
 
     rank: int = 0
-    size: int = 1
     group: Any = None
     ranks: tuple[int, ...] = (0,)
     device: torch.device = CPU
     lost: Callable[[], Failure | None] = lambda: None
     timeout: float = 600.0
     attempt: str = ""
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return len(self.ranks)
 
     def store(self) -> Any:
         """The group's store with a prefix for one pipeline. Members must create pipelines in the same order."""
@@ -76,7 +80,7 @@ class Membership:
     def among(self, ranks: tuple[int, ...], rank: int) -> Membership:
         """This process's membership of the processes of several pipelines, which come together."""
         attempt = _write_identity(ranks, self.timeout)
-        return replace(self, rank=rank, size=len(ranks), group=None, ranks=ranks, attempt=attempt)
+        return replace(self, rank=rank, group=None, ranks=ranks, attempt=attempt)
 
     def check_job(self) -> None:
         """Raise ValueError if the members are of different jobs."""
@@ -128,7 +132,7 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
         raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
     # before anything can fail, so that other processes can detect the end of this one
     attempt = _write_identity(ranks, timeout)
-    return Membership(dist.get_rank(group), len(ranks), group, ranks, device, timeout=timeout, attempt=attempt)
+    return Membership(dist.get_rank(group), group, ranks, device, timeout=timeout, attempt=attempt)
 
 
 def _write_identity(ranks: tuple[int, ...], timeout: float) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +17,7 @@ from weakref import WeakKeyDictionary
 from fastpipe.machine import Lanes, lane_numbers
 from fastpipe.program import Program
 from fastpipe.runtime.common import Tensors, copy_of, lost_peer
-from fastpipe.runtime.transport.transport import Endpoint, Message, SpecBook, Transport
+from fastpipe.runtime.transport.transport import Endpoint, Message, Transport
 
 
 @dataclass(eq=False)
@@ -106,15 +105,12 @@ class _Hub:
 
 class _LoopbackEndpoint(Endpoint):
     def __init__(self, hub: _Hub, rank: int, timeout: float) -> None:
+        super().__init__()
         self.hub = hub
         self.rank = rank
         self.timeout = timeout
-        self.book = SpecBook()
         self.receives: dict[int, _Operation] = {}
         self.sends: dict[int, _Operation] = {}
-
-    def begin(self, signature: Hashable, announce: bool) -> None:
-        self.book.begin(signature, announce)
 
     def post_recv(self, message: Message, channel: int, slot: int) -> None:
         self.receives[slot] = self.hub.post(self.rank, channel, False, message, None)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -43,7 +43,7 @@ from fastpipe.runtime.common import (
     torch_private,
 )
 from fastpipe.runtime.transport.groups import Membership, OwnGroups, backend_of
-from fastpipe.runtime.transport.transport import Endpoint, Message, SpecBook, Transport
+from fastpipe.runtime.transport.transport import Endpoint, Message, Transport
 
 HEADER = 512
 """Number of int64 values in a header."""
@@ -118,20 +118,16 @@ class ProcessGroupEndpoint(Endpoint):
     """One rank's side of `ProcessGroups`, on a CPU."""
 
     def __init__(self, transport: ProcessGroups, channels: Sequence[Channel], rank: int, timeout: float) -> None:
+        super().__init__()
         self.transport = transport
         self.groups = transport.groups
         self.channels = channels
         self.rank = rank
         self.timeout = timedelta(seconds=timeout)
-        self.book = SpecBook()
         self.queued: dict[int, deque[_Receive]] = {}
         self.receives: dict[int, _Receive] = {}
         self.sends: dict[int, tuple[int, list[Any]]] = {}
         self.broken: set[int] = set()
-
-    def begin(self, signature: Hashable, announce: bool) -> None:
-        """See `Endpoint.begin`."""
-        self.book.begin(signature, announce)
 
     def post_recv(self, message: Message, channel: int, slot: int) -> None:
         """See `Endpoint.post_recv`."""
@@ -524,9 +520,8 @@ class CoalescedGroups(ProcessGroups):
 
     def _make_pair(self, peer: int) -> OwnGroups:
         both = sorted((self.rank, peer))
-        member = replace(
-            self._member, rank=both.index(self.rank), size=2, ranks=tuple(self._member.ranks[rank] for rank in both)
-        )
+        ranks = tuple(self._member.ranks[rank] for rank in both)
+        member = replace(self._member, rank=both.index(self.rank), ranks=ranks)
         made = OwnGroups(member, [f"pair {both}"], self.timeout)
         if self.device.type != "cpu":
             first = functools.partial(self._first_operation, made.groups[0], both.index(peer))

@@ -81,9 +81,12 @@ class SpecBook:
 class Endpoint(ABC):
     """One rank's side of a transport, for one program."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self.book = SpecBook()
+
     def begin(self, signature: Hashable, announce: bool) -> None:
         """Start a step; ``announce`` if the signature is new."""
+        self.book.begin(signature, announce)
 
     @abstractmethod
     def post_recv(self, message: Message, channel: int, slot: int) -> None:
