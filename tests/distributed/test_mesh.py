@@ -457,16 +457,16 @@ def test_pipelines_of_a_mesh_must_be_the_same() -> None:
     assert "layers 0-2 | 3" in cut, cut
 
 
-@pytest.mark.parametrize("name", ["tp", "cp", "dp"])
+@pytest.mark.parametrize("name", ["tensor", "cp", "dp"])
 @on_ranks(4)
 def test_ranks_that_share_activations_draw_the_same_numbers(name: str) -> None:
-    """Those of another dimension have data of their own, and draw by their seeds."""
+    """Those of `cp`, `ep` and `dp` have data of their own, and draw by their seeds; other names are as `tp`."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", name))
     part = mesh[name].get_local_rank()
 
     def built(seed: int) -> Pipeline:
         made = [nn.Sequential(Mlp(), nn.Dropout(0.5)) for _ in range(LAYERS)]
-        options = {} if name == "tp" else {"data_parallel": mesh[name]}
+        options = {} if name == "tensor" else {"data_parallel": mesh[name]}
         torch.manual_seed(seed)
         return Pipeline(
             made, "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=60, rng="per_microbatch", **options
@@ -484,9 +484,12 @@ def test_ranks_that_share_activations_draw_the_same_numbers(name: str) -> None:
             dist.all_gather(list(mask.unbind()), zero, group=mesh.get_group(name))
         return masks
 
-    if name == "tp":
+    if name == "tensor":
         text = said(lambda: built(seed=part))
-        assert f"initial_seed(), is {part} here and {1 - part} at tp={1 - part}" in text, text
+        assert f"initial_seed(), is {part} here and {1 - part} at tensor={1 - part}" in text, text
+        x, y = batch(part)
+        text = said(lambda: built(seed=2).step(x, target=y))
+        assert "has other values on ranks [0 at tensor=" in text and "or a name that begins with 'dp'" in text, text
     else:
         assert not any(torch.equal(*mask) for mask in drawn(built(seed=part)))
     assert all(torch.equal(*mask) for mask in drawn(built(seed=2)))
