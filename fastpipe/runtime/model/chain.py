@@ -267,9 +267,13 @@ class Layers(Sequence[nn.Module]):
 
     Args:
         names: of each layer in the unsplit model; default: its index.
+
+    Attributes:
+        tied: names of weights that the model says are one, also if they are several Parameters.
     """
 
     _layers: Sequence[nn.Module] = ()
+    tied: Sequence[Sequence[str]] = ()
 
     def __init__(self, layers: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
         self._layers = list(layers)

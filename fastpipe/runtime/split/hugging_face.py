@@ -84,6 +84,9 @@ class DecoderLayers(Layers):
         base = model.get_submodule(self._anatomy.base)
         self.num_blocks = len(getattr(base, self._anatomy.blocks))
         super().__init__(self.chain([layer]) for layer in range(self.num_blocks + 2))
+        # fully_shard and parallelize_module make several Parameters of a tied weight
+        if getattr(model.config, "tie_word_embeddings", False):
+            self.tied = [[source, target] for target, source in model.all_tied_weights_keys.items()]
 
     def chain(self, indices: Iterable[int]) -> DecoderStage:
         """Consecutive layers as one module, with the model's parameters and names."""
