@@ -441,6 +441,11 @@ def fsdp_groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def fsdp_modules(state: Any) -> tuple[nn.Module, ...]:
+    """The modules of one call of ``fully_shard``, which takes several as one group."""
+    return tuple(state._modules)
+
+
 def fsdp_roots(states: Iterable[Any]) -> list[Any]:
     """The states of the outermost modules, which run the work at the end of a backward."""
     return [state for state in states if state._is_root]
@@ -662,7 +667,8 @@ PRIVATE = (
     Private("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "FSDP's state of a module", _SHARDED),
     Private(
         f"{_FSDP}._fsdp_state.FSDPState",
-        "_fsdp_param_groups|_fsdp_param_group _is_root _lazy_init _state_ctx _root_post_backward_final_callback",
+        "_fsdp_param_groups|_fsdp_param_group _modules _is_root _lazy_init _state_ctx "
+        "_root_post_backward_final_callback",
         "gradients reduced once per step",
         _SHARDED,
     ),
