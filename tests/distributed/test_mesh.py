@@ -95,9 +95,23 @@ def ending_in_a_sum(mesh: DeviceMesh) -> list[nn.Module]:
     return [parallelize_module(row, mesh["tp"], ways) for row in rows]
 
 
+def of_parts(mesh: DeviceMesh) -> list[nn.Module]:
+    """Layers that begin and end with collectives, so that the gradients of their inputs may be results of one, too."""
+    torch.manual_seed(0)
+    rows = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+    for i, row in enumerate(rows):
+        begins = ColwiseParallel(input_layouts=Shard(1) if i else Replicate())
+        ends = RowwiseParallel(output_layouts=Shard(1) if i < 3 else Replicate())
+        parallelize_module(row, mesh["tp"], {"0": begins, "2": ends})
+    return list(rows)
+
+
+@pytest.mark.parametrize("make", [ending_in_a_sum, of_parts])
 @pytest.mark.parametrize(("schedule", "executor"), [("1f1b", "native"), ("zbv", "python")], indirect=["executor"])
-def test_stages_that_end_in_a_tensor_parallel_linear(group_of: GroupOf, schedule: str, executor: str) -> None:
-    group_of(4).run(spread, schedule, executor, ending_in_a_sum)
+def test_stages_that_begin_or_end_in_a_tensor_parallel_linear(
+    group_of: GroupOf, schedule: str, executor: str, make: Callable[[DeviceMesh], list[nn.Module]]
+) -> None:
+    group_of(4).run(spread, schedule, executor, make)
 
 
 def test_processes_of_torchrun() -> None:
