@@ -170,18 +170,19 @@ class InOrder(nn.Sequential):
         return x
 
 
+def of_dtensors(mesh: DeviceMesh) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Enter(mesh["tp"]), Between(mesh["tp"]), Between(mesh["tp"]), Leave()]
+
+
 @pytest.mark.parametrize(("schedule", "executor"), [("zbv", "native"), ("interleaved_1f1b", "python")])
 @on_ranks(4)
 def test_dtensors_between_stages(schedule: str, executor: str) -> None:
     """On four ranks: stages that hand on parts of sequences."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
 
-    def made() -> list[nn.Module]:
-        torch.manual_seed(0)
-        return [Enter(mesh["tp"]), Between(mesh["tp"]), Between(mesh["tp"]), Leave()]
-
-    pipe = Pipeline(made(), schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, executor=executor)
-    unsplit = InOrder(*made())
+    pipe = Pipeline(of_dtensors(mesh), schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, executor=executor)
+    unsplit = InOrder(*of_dtensors(mesh))
     for replica in range(2):
         x, y = batch(replica)
         expected = reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss)
@@ -507,6 +508,27 @@ def test_ranks_that_share_activations_draw_the_same_numbers(name: str) -> None:
     else:
         assert not any(torch.equal(*mask) for mask in drawn(built(seed=part)))
     assert all(torch.equal(*mask) for mask in drawn(built(seed=2)))
+
+
+@on_ranks(4)
+def test_costs_of_layers_that_are_spread_over_ranks() -> None:
+    """Each rank's own part of them."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    x, y = batch(0)
+
+    def built(schedule: str, made: list[nn.Module], **options: Any) -> Pipeline:
+        return Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=60, **options)
+
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in layers(mesh)[0].parameters()]
+    for make in (layers, of_parts, of_dtensors):
+        pipe = built("1f1b", make(mesh))
+        costs = pipe.profile_layers(x, target=y)
+        assert min(pipe.profile(x, target=y).stage_bytes) > 0 and costs.num_layers == LAYERS
+        if make is layers:
+            assert set(costs.parameter_bytes) == {2.0 * sum(p.nbytes for p in parts)}
+    for partition in ("flops", "seconds", "memory"):
+        pipe = built("1f1b", layers(mesh), partition=partition, example=x[:2])
+        assert bool(pipe.step(x, target=y).loss > 0)
 
 
 @on_ranks(4)

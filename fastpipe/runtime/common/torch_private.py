@@ -465,6 +465,11 @@ def is_collective_result(value: Any) -> bool:
     return module is not None and isinstance(value, module.AsyncCollectiveTensor)
 
 
+def without_wait(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory into which such a collective writes; any other tensor itself."""
+    return tensor.elem if is_collective_result(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def fsdp_context(root: Any) -> Any:
     """The context shared by the modules of a root; its ``is_last_backward`` says whether a backward reduces."""
     return root._state_ctx
@@ -688,6 +693,7 @@ PRIVATE = (
         _SHARDED,
     ),
     Private(_COLLECTIVES, "AsyncCollectiveTensor", "outputs that are not complete", "tensor-parallel stages"),
+    Private(f"{_COLLECTIVES}.AsyncCollectiveTensor", "elem", "bytes that stages hold", "profiles of such stages"),
     Private("torch.distributed.pipelining.stage", "_PipelineStageBase", "stages of torch's", "stages of torch's"),
     Private("torch.distributed.pipelining._IR", "Pipe", "traced models", "traced models"),
     Private("/proc", "self/stat self/ns/pid sys/kernel/random/boot_id", "which processes share a host", _DEATHS),
