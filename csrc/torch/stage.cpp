@@ -56,7 +56,11 @@ std::vector<at::Tensor> input_gradients(const std::vector<at::Tensor>& inputs, c
   std::vector<at::Tensor> gradients = static_cast<Entry&>(*entry).take_caught();
   gradients.resize(inputs.size());
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    if (!gradients[i].defined()) gradients[i] = at::zeros_like(inputs[i].detach());
+    if (!gradients[i].defined()) {
+      gradients[i] = at::zeros_like(inputs[i].detach());
+    } else if (has_python_dispatch(gradients[i])) {
+      gradients[i] = gradients[i].clone();  // for a collective that still runs (AsyncCollectiveTensor), clone() waits
+    }
   }
   return gradients;
 }

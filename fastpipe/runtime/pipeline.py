@@ -111,7 +111,7 @@ class Pipeline:
         mesh: instead of ``group``, a DeviceMesh of several dimensions; the pipeline is along ``"pp"``. Modules use the
             others: ``"tp"`` and ``"ep"`` for distributed layers; names that begin with ``"dp"``, and ``"cp"``, for the
             stages' wrappers. A stage whose gradients would not be averaged over the latter is refused. Ranks that
-            differ only in ``"tp"``, ``"ep"`` or ``"pp"`` must get the same batch.
+            differ only in ``"pp"``, ``"tp"`` or another name must get the same batch.
         data_parallel: the replicas of this rank, one in each of several pipelines: a process group, or a DeviceMesh of
             one dimension. Every stage is wrapped in DistributedDataParallel. Alternatively, pass stages that are
             wrapped in it or by ``fully_shard``. Gradients are averaged over the replicas once per step.

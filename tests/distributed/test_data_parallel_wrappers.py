@@ -254,8 +254,13 @@ def test_what_is_not_known_is_refused_by_name() -> None:
     def without_parameters(module: nn.Module, over: DeviceMesh) -> nn.Module:
         return fully_shard(nn.ReLU(), mesh=over["dp"])
 
+    def in_groups(module: nn.Module, over: DeviceMesh) -> nn.Module:
+        fully_shard(list(module.children()), mesh=over["dp"])
+        return module
+
     for wrap, text in (
         (without_parameters, "stage 0 has fully_shard and no parameters"),
+        (in_groups, r"stages: in stage \d, fully_shard has \['Block', .*\] as one group"),
         (fsdp1, "stage 0 is wrapped in FullyShardedDataParallel"),
         (both, "stage 0 has DistributedDataParallel and fully_shard in it"),
         (sparse, "of stage 0 has a sparse embedding"),

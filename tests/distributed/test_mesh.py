@@ -95,9 +95,23 @@ def ending_in_a_sum(mesh: DeviceMesh) -> list[nn.Module]:
     return [parallelize_module(row, mesh["tp"], ways) for row in rows]
 
 
+def of_parts(mesh: DeviceMesh) -> list[nn.Module]:
+    """Layers that begin and end with collectives, so that the gradients of their inputs may be results of one, too."""
+    torch.manual_seed(0)
+    rows = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+    for i, row in enumerate(rows):
+        begins = ColwiseParallel(input_layouts=Shard(1) if i else Replicate())
+        ends = RowwiseParallel(output_layouts=Shard(1) if i < 3 else Replicate())
+        parallelize_module(row, mesh["tp"], {"0": begins, "2": ends})
+    return list(rows)
+
+
+@pytest.mark.parametrize("make", [ending_in_a_sum, of_parts])
 @pytest.mark.parametrize(("schedule", "executor"), [("1f1b", "native"), ("zbv", "python")], indirect=["executor"])
-def test_stages_that_end_in_a_tensor_parallel_linear(group_of: GroupOf, schedule: str, executor: str) -> None:
-    group_of(4).run(spread, schedule, executor, ending_in_a_sum)
+def test_stages_that_begin_or_end_in_a_tensor_parallel_linear(
+    group_of: GroupOf, schedule: str, executor: str, make: Callable[[DeviceMesh], list[nn.Module]]
+) -> None:
+    group_of(4).run(spread, schedule, executor, make)
 
 
 def test_processes_of_torchrun() -> None:
@@ -154,18 +168,19 @@ class InOrder(nn.Sequential):
         return x
 
 
+def of_dtensors(mesh: DeviceMesh) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Enter(mesh["tp"]), Between(mesh["tp"]), Between(mesh["tp"]), Leave()]
+
+
 @pytest.mark.parametrize(("schedule", "executor"), [("zbv", "native"), ("interleaved_1f1b", "python")])
 @on_ranks(4)
 def test_dtensors_between_stages(schedule: str, executor: str) -> None:
     """On four ranks: stages that hand on parts of sequences."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
 
-    def made() -> list[nn.Module]:
-        torch.manual_seed(0)
-        return [Enter(mesh["tp"]), Between(mesh["tp"]), Between(mesh["tp"]), Leave()]
-
-    pipe = Pipeline(made(), schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, executor=executor)
-    unsplit = InOrder(*made())
+    pipe = Pipeline(of_dtensors(mesh), schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, executor=executor)
+    unsplit = InOrder(*of_dtensors(mesh))
     for replica in range(2):
         x, y = batch(replica)
         expected = reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss)
@@ -455,16 +470,16 @@ def test_pipelines_of_a_mesh_must_be_the_same() -> None:
     assert "layers 0-2 | 3" in cut, cut
 
 
-@pytest.mark.parametrize("name", ["tp", "cp", "dp"])
+@pytest.mark.parametrize("name", ["tensor", "cp", "dp"])
 @on_ranks(4)
 def test_ranks_that_share_activations_draw_the_same_numbers(name: str) -> None:
-    """Those of another dimension have data of their own, and draw by their seeds."""
+    """Those of `cp`, `ep` and `dp` have data of their own, and draw by their seeds; other names are as `tp`."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", name))
     part = mesh[name].get_local_rank()
 
     def built(seed: int) -> Pipeline:
         made = [nn.Sequential(Mlp(), nn.Dropout(0.5)) for _ in range(LAYERS)]
-        options = {} if name == "tp" else {"data_parallel": mesh[name]}
+        options = {} if name == "tensor" else {"data_parallel": mesh[name]}
         torch.manual_seed(seed)
         return Pipeline(
             made, "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=60, rng="per_microbatch", **options
@@ -482,12 +497,36 @@ def test_ranks_that_share_activations_draw_the_same_numbers(name: str) -> None:
             dist.all_gather(list(mask.unbind()), zero, group=mesh.get_group(name))
         return masks
 
-    if name == "tp":
+    if name == "tensor":
         text = said(lambda: built(seed=part))
-        assert f"initial_seed(), is {part} here and {1 - part} at tp={1 - part}" in text, text
+        assert f"initial_seed(), is {part} here and {1 - part} at tensor={1 - part}" in text, text
+        x, y = batch(part)
+        text = said(lambda: built(seed=2).step(x, target=y))
+        assert "has other values on ranks [0 at tensor=" in text and "or a name that begins with 'dp'" in text, text
     else:
         assert not any(torch.equal(*mask) for mask in drawn(built(seed=part)))
     assert all(torch.equal(*mask) for mask in drawn(built(seed=2)))
+
+
+@on_ranks(4)
+def test_costs_of_layers_that_are_spread_over_ranks() -> None:
+    """Each rank's own part of them."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    x, y = batch(0)
+
+    def built(schedule: str, made: list[nn.Module], **options: Any) -> Pipeline:
+        return Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=60, **options)
+
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in layers(mesh)[0].parameters()]
+    for make in (layers, of_parts, of_dtensors):
+        pipe = built("1f1b", make(mesh))
+        costs = pipe.profile_layers(x, target=y)
+        assert min(pipe.profile(x, target=y).stage_bytes) > 0 and costs.num_layers == LAYERS
+        if make is layers:
+            assert set(costs.parameter_bytes) == {2.0 * sum(p.nbytes for p in parts)}
+    for partition in ("flops", "seconds", "memory"):
+        pipe = built("1f1b", layers(mesh), partition=partition, example=x[:2])
+        assert bool(pipe.step(x, target=y).loss > 0)
 
 
 @on_ranks(4)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import fastpipe
 from fastpipe.testing import reference_step
@@ -110,11 +111,17 @@ TIED = "model.embed_tokens.weight"
 def replicas_of(wrap: str, executor: str) -> list[str]:
     """Two replicas: the averages of two unsplit models' gradients, the tied weight's too; and the norm."""
     over = mesh()
-    layers = fastpipe.split(decoder("llama"))
+    model = decoder("llama")
+    if wrap == "modules":  # each with a Parameter of its own then
+        base = model.model
+        for module in (base.embed_tokens, *base.layers, base.norm, model.lm_head):
+            fully_shard(module, mesh=over["dp"])
+    layers = fastpipe.split(model)
     options: dict[str, Any] = {"group": over["pp"], "executor": executor, "loss_reduction": layers.num_tokens}
     schedule, num_stages = ("1f1b", 2) if wrap == "ddp" else ("zbv", 4)
-    if wrap == "argument":
-        pipe = fastpipe.Pipeline(layers, schedule, 4, layers.loss_fn, data_parallel=over["dp"], **options)
+    if wrap in ("argument", "modules"):
+        options |= {"data_parallel": over["dp"]} if wrap == "argument" else {}
+        pipe = fastpipe.Pipeline(layers, schedule, 4, layers.loss_fn, **options)
     else:
         parts = fastpipe.partition(LAYERS, num_stages)
 
@@ -142,7 +149,7 @@ def replicas_of(wrap: str, executor: str) -> list[str]:
     return names
 
 
-@executors_in_turn("wrap", ["argument", "ddp", "fsdp"])
+@executors_in_turn("wrap", ["argument", "ddp", "fsdp", "modules"])
 def test_replicas_of_a_model_with_tied_weights(wrap: str, executor: str, group_of: GroupOf) -> None:
     zero, one, *others = group_of(4).run(replicas_of, wrap, executor)
     # each rank of a V has the first and the last stage or neither

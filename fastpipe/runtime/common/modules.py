@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common.tensors import is_dtensor
-from fastpipe.runtime.common.torch_private import buffers_of, children_of, version_of
+from fastpipe.runtime.common.tensors import is_dtensor, local_part
+from fastpipe.runtime.common.torch_private import buffers_of, children_of, version_of, without_wait
 
 
 def walked(module: nn.Module) -> list[nn.Module]:
@@ -99,7 +99,7 @@ class SavedBytes:
 
     def __init__(self, module: nn.Module) -> None:
         self.by_address: dict[int, int] = {}
-        self._own = {tensor.untyped_storage().data_ptr() for _, tensor in tensors_of(module)}
+        self._own = {_storage_of(tensor).data_ptr() for _, tensor in tensors_of(module)}
 
     def counted(self) -> AbstractContextManager[None]:
         """Context of the forwards."""
@@ -107,10 +107,15 @@ class SavedBytes:
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count the tensor's storage, too."""
-        storage = tensor.untyped_storage()
+        storage = _storage_of(tensor)
         if storage.data_ptr() not in self._own:
             self.by_address[storage.data_ptr()] = storage.nbytes()
         return tensor
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """On this process, also of a DTensor."""
+    return without_wait(local_part(tensor)).untyped_storage()
 
 
 def on_meta(modules: Iterable[nn.Module]) -> bool:

@@ -441,6 +441,11 @@ def fsdp_groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def fsdp_modules(state: Any) -> tuple[nn.Module, ...]:
+    """The modules of one call of ``fully_shard``, which takes several as one group."""
+    return tuple(state._modules)
+
+
 def fsdp_roots(states: Iterable[Any]) -> list[Any]:
     """The states of the outermost modules, which run the work at the end of a backward."""
     return [state for state in states if state._is_root]
@@ -458,6 +463,11 @@ def is_collective_result(value: Any) -> bool:
     """Whether it is a tensor whose collective may still run, as tensor-parallel layers return; its clone() waits."""
     module = sys.modules.get(_COLLECTIVES)
     return module is not None and isinstance(value, module.AsyncCollectiveTensor)
+
+
+def without_wait(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory into which such a collective writes; any other tensor itself."""
+    return tensor.elem if is_collective_result(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def fsdp_context(root: Any) -> Any:
@@ -662,7 +672,8 @@ PRIVATE = (
     Private("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "FSDP's state of a module", _SHARDED),
     Private(
         f"{_FSDP}._fsdp_state.FSDPState",
-        "_fsdp_param_groups|_fsdp_param_group _is_root _lazy_init _state_ctx _root_post_backward_final_callback",
+        "_fsdp_param_groups|_fsdp_param_group _modules _is_root _lazy_init _state_ctx "
+        "_root_post_backward_final_callback",
         "gradients reduced once per step",
         _SHARDED,
     ),
@@ -682,6 +693,7 @@ PRIVATE = (
         _SHARDED,
     ),
     Private(_COLLECTIVES, "AsyncCollectiveTensor", "outputs that are not complete", "tensor-parallel stages"),
+    Private(f"{_COLLECTIVES}.AsyncCollectiveTensor", "elem", "bytes that stages hold", "profiles of such stages"),
     Private("torch.distributed.pipelining.stage", "_PipelineStageBase", "stages of torch's", "stages of torch's"),
     Private("torch.distributed.pipelining._IR", "Pipe", "traced models", "traced models"),
     Private("/proc", "self/stat self/ns/pid sys/kernel/random/boot_id", "which processes share a host", _DEATHS),

@@ -14,7 +14,7 @@ from fastpipe.runtime.coordination.control import (
     building,
     exchange_or_refuse,
     prepare_together,
-    without_tp,
+    sharing_batch,
 )
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.host import (

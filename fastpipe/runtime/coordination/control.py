@@ -280,9 +280,9 @@ def _check_same_arguments(replies: Sequence[Reply]) -> None:
         )
 
 
-def without_tp(pipeline: str) -> str:
-    """Where pipelines are that get the same batch: those that differ in the mesh's ``tp``, which the docs promise."""
-    return ", ".join(part for part in pipeline.split(", ") if not part.startswith("tp="))
+def sharing_batch(pipeline: str) -> str:
+    """The place in ``cp`` and ``ep``: pipelines that differ in others only (``tp``, say) get the same batch."""
+    return ", ".join(part for part in pipeline.split(", ") if part.startswith(("cp=", "ep=")))
 
 
 def _check_mesh(here: str, replies: Sequence[Reply], elsewhere: Sequence[Reply]) -> None:
@@ -291,11 +291,11 @@ def _check_mesh(here: str, replies: Sequence[Reply], elsewhere: Sequence[Reply])
         same_rank = replies[number % len(replies)]
         own, theirs = (found["arguments"] | found.get("own", {}) for found in (same_rank, reply))
         pipeline = reply["pipeline"]
-        if without_tp(pipeline) == without_tp(here) and reply["seed"] != same_rank["seed"]:
+        if sharing_batch(pipeline) == sharing_batch(here) and reply["seed"] != same_rank["seed"]:
             raise ValueError(
                 f"rng = 'per_microbatch': the seed, torch.initial_seed(), is {same_rank['seed']} here and "
-                f"{reply['seed']} at {pipeline}, whose activations are the same: pass the same rng on every rank of "
-                "tp, and call torch.manual_seed with the same number before"
+                f"{reply['seed']} at {pipeline}, whose activations are the same: pass the same rng there, and "
+                "call torch.manual_seed with the same number before"
             )
         for name in dict.fromkeys([*own, *theirs]):
             if own.get(name) == theirs.get(name):

@@ -56,6 +56,7 @@ class Sharded(DataParallel):
         """The parameter groups, which are gathered and reduced together."""
         if not self._groups:
             raise ValueError(f"stages: stage {stage} has fully_shard and no parameters; leave fully_shard out there")
+        self._check_groups()
         meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
         self.device: torch.device = self._groups[0].device
         self.groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
@@ -67,6 +68,17 @@ class Sharded(DataParallel):
         self._reduces = False
         self._begun = False
         self._known = {module: set(parameters_of(module)) for module in self._inner()}
+
+    def _check_groups(self) -> None:
+        """Refuse groups of modules that FSDP cannot run in this stage: it needs one that is around all of a group."""
+        for members in map(torch_private.fsdp_modules, self._states):
+            around = (set(module.modules()) for module in self.modules if module not in members)
+            if len(members) > 1 and not any(inner.issuperset(members) for inner in around):
+                kinds = [type(member).__name__.removeprefix("FSDP") for member in members]
+                raise ValueError(
+                    f"stages: in stage {self.stage}, fully_shard has {kinds} as one group, which needs a module with "
+                    "fully_shard around all of them: apply it to each module by itself, or to the stage as a whole, too"
+                )
 
     def _inner(self) -> list[nn.Module]:
         """All sharded modules and their submodules."""

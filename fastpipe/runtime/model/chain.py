@@ -264,7 +264,12 @@ class Layers(Sequence[nn.Module]):
 
     Args:
         names: of each layer in the unsplit model; default: its index.
+
+    Attributes:
+        tied: names of weights that the model says are one, also if they are several Parameters.
     """
+
+    tied: Sequence[Sequence[str]] = ()
 
     def __init__(self, layers: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
         self._layers = list(layers)

@@ -20,6 +20,7 @@ from fastpipe.runtime.common import (
     check_shapes,
     cuda_devices,
     keep_state,
+    local_part,
     on_meta,
     pytree,
     tensor_leaves,
@@ -177,7 +178,7 @@ def _activation_bytes(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[
 
 
 def _memory(layer: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> float:
-    held = sum(p.nbytes * (2 if p.requires_grad else 1) for p in layer.parameters())
+    held = sum(local_part(p).nbytes * (2 if p.requires_grad else 1) for p in layer.parameters())
     return held + _activation_bytes(layer, inputs, named)
 
 

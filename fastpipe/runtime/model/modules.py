@@ -104,7 +104,7 @@ def find_ties(
     if layers is not None:
         ranges = layer_ranges(layers, num_stages, partition)
         parts = [dict(layers.chain(part).named_parameters(remove_duplicate=False)) for part in ranges]
-        names = tied_names(layers.chain(range(len(layers))), declared)
+        names = tied_names(layers.chain(range(len(layers))), [*(declared or ()), *layers.tied])
         return make_ties(names, lambda name: _in_parts(name, parts))
     local = nn.ModuleDict({str(stage): unwrapped(module) for stage, module in modules.items()})
     return make_ties(tied_names(local, declared), lambda name: split_name(name, num_stages))

@@ -83,6 +83,9 @@ class DecoderLayers(SplitLayers):
         self._config = model.config
         self.num_blocks = len(getattr(model.get_submodule(layout.base), layout.blocks))
         super().__init__(partial(DecoderStage, model, layout, self.num_blocks), self.num_blocks + 2)
+        # fully_shard and parallelize_module make several Parameters of a tied weight
+        if getattr(model.config, "tie_word_embeddings", False):
+            self.tied = [[source, target] for target, source in model.all_tied_weights_keys.items()]
 
     @property
     def loss_fn(self) -> Callable[[Any, torch.Tensor], torch.Tensor]:

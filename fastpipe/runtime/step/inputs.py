@@ -208,10 +208,11 @@ def check_batches(digests: Mapping[str, Mapping[str, list[Any]]]) -> None:
             if others:
                 raise ValueError(
                     f"{name} has other values on ranks [{', '.join(others)}] than on rank {first}: in every call of "
-                    "step give all ranks of a pipeline, and of tp, the same batch, or None where a rank does not need "
-                    "it. Shuffle by the same "
-                    "seed on all of them, give a DistributedSampler the pipelines as its replicas, and let no rank "
-                    "leave out a call (see Loading data in docs/guide.md)"
+                    "step give all ranks of a pipeline the same batch, or None where a rank does not need it, and so "
+                    "along other dimensions of a mesh (name one whose ranks have data of their own 'cp', 'ep' or a "
+                    "name that begins with 'dp'). Shuffle by the same seed on all of them, give a DistributedSampler "
+                    "the pipelines as its replicas, and let no rank leave out a call (see Loading data in "
+                    "docs/guide.md)"
                 )
 
 

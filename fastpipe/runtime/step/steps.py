@@ -38,7 +38,7 @@ from fastpipe.runtime.common import (
     set_grad_dtype,
     waiting,
 )
-from fastpipe.runtime.coordination import Control, Cores, Reply, exchange_or_refuse, prepare_together, without_tp
+from fastpipe.runtime.coordination import Control, Cores, Reply, exchange_or_refuse, prepare_together, sharing_batch
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
 from fastpipe.runtime.model import StageCopies, Unfilled, check_changes, flags_of
 from fastpipe.runtime.stage import IN_TURNS, NoLoss, RandomNumbers, RngUsage, Stage, StageWork
@@ -369,7 +369,7 @@ class Steps:
         for pipeline, own in pipelines.items():
             place = f" at {pipeline}" if pipeline != self.control.pipeline else ""
             found = {f"{rank}{place}": reply.get("batch", {}) for rank, reply in enumerate(own)}
-            batches.setdefault(without_tp(pipeline), {}).update(found)
+            batches.setdefault(sharing_batch(pipeline), {}).update(found)
         for same in batches.values():
             check_batches(same)
         self._check_peers(replies)
@@ -385,12 +385,12 @@ class Steps:
                     f"autocast is {own['autocast']} here and {other['autocast']} there, {place}: enter the same "
                     "on every rank"
                 )
-            if without_tp(pipeline) != without_tp(self.control.pipeline):
+            if sharing_batch(pipeline) != sharing_batch(self.control.pipeline):
                 continue
             if own["flags"][0] == other["flags"][0] and own["flags"] != other["flags"]:
                 raise ValueError(
                     f"the modules' training or the parameters' requires_grad differ {place}: call train(), eval() and "
-                    "requires_grad_() alike on all ranks of tp"
+                    "requires_grad_() alike on both"
                 )
             if replies[rank]["divisors"] != theirs["divisors"]:
                 raise ValueError(

@@ -23,7 +23,15 @@ from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts
 from fastpipe.program import Op
-from fastpipe.runtime.common import SavedBytes, Tensors, children_of, cuda_devices, tensor_leaves, time_when_idle
+from fastpipe.runtime.common import (
+    SavedBytes,
+    Tensors,
+    children_of,
+    cuda_devices,
+    local_part,
+    tensor_leaves,
+    time_when_idle,
+)
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.data_parallel import Sharded, unwrapped
 from fastpipe.runtime.model import Chain, restored, selected
@@ -93,14 +101,15 @@ class Meters:
             parts = children_of(module) if self.by_layer else {"": module}
             ends = next(iter(parts)), next(reversed(parts))
             self.units[stage.index] = {}
-            for number, (name, part) in enumerate(parts.items()):
-                assert part is not None
-                inner = Chain({name: part}) if self.by_layer else part
+            for number, (name, layer) in enumerate(parts.items()):
+                assert layer is not None
+                inner = Chain({name: layer}) if self.by_layer else layer
                 place = _place(stage.is_first and name == ends[0], stage.is_last and name == ends[1])
-                probe = _Probe(stage, Stage(place[0], inner, place[1], stage.losses.loss_fn), args, kwargs)
+                part = Stage(place[0], inner, place[1], stage.losses.loss_fn, mesh=stage.mesh)
+                probe = _Probe(stage, part, args, kwargs)
                 with torch.set_grad_enabled(self.trains), restored(inner):
                     self.units[stage.index][number] = probe.unit()
-                args, carried = from_tensors(probe.outputs)
+                args, carried = from_tensors(probe.outputs, mesh=stage.mesh)
                 kwargs = {**kwargs, **carried}
 
 
@@ -135,7 +144,7 @@ class _Probe:
         tensors = tensor_leaves(self.args)
         rows = len(tensors[0]) if tensors and tensors[0].dim() else 0
         sent = sum(output.nbytes for output in self.outputs)
-        parameters = sum(parameter.nbytes for parameter in self.part.module.parameters())
+        parameters = sum(local_part(parameter).nbytes for parameter in self.part.module.parameters())
         return UnitCosts(forward, inputs, weights, float(held), float(sent), float(parameters), rows)
 
     def _begin(self) -> Tensors:
@@ -146,7 +155,7 @@ class _Probe:
             return ()
         wants = torch.is_grad_enabled()
         value = self.args[0] if len(self.args) == 1 else self.args
-        given = to_tensors(value, self._carried, self.part.index)
+        given = to_tensors(value, self._carried, self.part.index, mesh=self.part.mesh)
         return tuple(t.detach().requires_grad_(wants and t.is_floating_point()) for t in given)
 
     def _run(self) -> tuple[float, float, float]:
@@ -170,7 +179,8 @@ class _Probe:
             saved.add(tensor)
         for tensor in tensor_leaves(self.args):
             # a microbatch may be a view of the batch: not its whole storage
-            saved.by_address[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+            local = local_part(tensor)
+            saved.by_address[local.untyped_storage().data_ptr()] = local.nbytes
         self.outputs = () if self.part.is_last else tuple(output.detach() for output in outputs)
         return sum(saved.by_address.values())
 
