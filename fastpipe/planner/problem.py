@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -332,7 +331,8 @@ def _from_dict(costs: Mapping[str, Any]) -> Costs:
     named = sorted(layers & set(costs))
     if named:
         raise ValueError(f"costs: {named[0]} is of layers; say num_layers too")
-    return CostModel.from_json(json.dumps(dict(costs)) + "\n")
+    with found_in("costs"):
+        return CostModel.from_dict(costs)
 
 
 def bound_of(problem: Problem, setting: Setting) -> float:
