@@ -168,7 +168,7 @@ class CostModel:
         text = str(path)
         is_text = "\n" in text
         with found_in("costs" if is_text else path):
-            return cls.from_dict(parsed(text if is_text else Path(path).read_text(encoding="utf-8")))
+            return cls.from_dict(parsed(text if is_text else Path(path).read_text(encoding="utf-8-sig")))
 
     @classmethod
     def from_dict(cls, data: Any) -> CostModel:

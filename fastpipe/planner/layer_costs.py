@@ -133,7 +133,7 @@ class LayerCosts:
             ValueError: naming the file and the entry that is wrong.
         """
         with found_in(path):
-            return cls.from_dict(parsed(Path(path).read_text(encoding="utf-8")))
+            return cls.from_dict(parsed(Path(path).read_text(encoding="utf-8-sig")))
 
     @classmethod
     def from_dict(cls, data: Any) -> LayerCosts:

@@ -318,7 +318,7 @@ def read_costs(costs: Any) -> Costs:
     if not isinstance(costs, str | Path):
         raise TypeError(f"costs: expected a CostModel, LayerCosts, a dict or a file, found {type(costs).__name__}")
     with found_in(costs):
-        data = parsed(Path(costs).read_text(encoding="utf-8"))
+        data = parsed(Path(costs).read_text(encoding="utf-8-sig"))
         if not isinstance(data, dict):
             raise ValueError("give an object with the attributes of CostModel or of LayerCosts")
         return _from_dict(data)
