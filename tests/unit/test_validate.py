@@ -129,6 +129,8 @@ SUMS = [
     (["0F0 0F1 0B0 0B1", "1F0 1F1 1I0 1I1 1W1 1W0"], [0, 1], "rank 1, stage 1: its W come in another order"),
     (["0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1"], [0, 1], None),
     (["0F0 0F1 0I0 0I1 0W0 0W1"], [0], None),
+    (["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0", "2F0 2F1 2B0 2B1"], [0, 1, 2], "rank 2, stage 2: its B come in another"),
+    (["0F0 0F1 0B0 0B1", "1F0 1F1 1B1 1B0", "2F0 2F1 2B1 2B0"], [0, 1, 2], "rank 1, stage 1: its B come in another"),
 ]
 
 
