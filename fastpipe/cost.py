@@ -66,7 +66,7 @@ class CostModel:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
-                object.__setattr__(self, field.name, _plain(value))
+                object.__setattr__(self, field.name, plain(value))
                 _check(field.name, getattr(self, field.name))
 
     def __hash__(self) -> int:
@@ -168,18 +168,25 @@ class CostModel:
         text = str(path)
         is_text = "\n" in text
         with found_in("costs" if is_text else path):
-            return cls._from_data(parsed(text if is_text else Path(path).read_text(encoding="utf-8")))
+            return cls.from_dict(parsed(text if is_text else Path(path).read_text(encoding="utf-8-sig")))
 
     @classmethod
-    def _from_data(cls, data: Any) -> CostModel:
-        if not isinstance(data, dict):
+    def from_dict(cls, data: Any) -> CostModel:
+        """Build it from a mapping of its attributes; links as pairs, or as ``"0->1"`` like in JSON.
+
+        Raises:
+            ValueError: naming the entry that is wrong.
+        """
+        if not isinstance(data, Mapping):
             raise ValueError("give an object with some of the attributes of CostModel")
         known = [field.name for field in fields(cls)]
-        for name, value in data.items():
+        for name in data:
             if name not in known:
                 raise ValueError(f"there is no {name!r}; there are {', '.join(known)}")
+        found = {name: _links(name, plain(value)) for name, value in data.items()}
+        for name, value in found.items():
             _refuse_null(name, value)
-        return cls(**{name: _links(name, value) for name, value in data.items()})
+        return cls(**found)
 
     @classmethod
     def from_timeline(cls, timeline: Timeline) -> CostModel:
@@ -235,14 +242,14 @@ def shared_out(cost: CostModel, parts: float) -> CostModel:
     return replace(cost, **{name: value / parts for name, value in values.items() if value is not None})
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A copy that nobody else can change, of Python's own numbers, so that JSON can be written."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {link: _plain(number) for link, number in value.items()}
+        return {link: plain(number) for link, number in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(map(_plain, value))
+        return tuple(map(plain, value))
     return value
 
 
@@ -302,7 +309,7 @@ def check_links(costs: Any, num_ranks: int) -> None:
 
 
 def _refuse_null(name: str, value: Any) -> None:
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
     if None in values:
         raise ValueError(f"{name} is or has a null: give numbers, or leave {name} out")
 
@@ -313,6 +320,9 @@ def _links(name: str, value: Any) -> Any:
         return value
     found = {}
     for key, number in value.items():
+        if not isinstance(key, str):
+            found[key] = number
+            continue
         source, arrow, destination = key.partition("->")
         if not (arrow and source.isdecimal() and destination.isdecimal()):
             raise ValueError(f"{name}: {key!r} is no link; write 0->1")

@@ -327,7 +327,7 @@ class Program:
         """
         text = str(path)
         if "\n" not in text:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_text(encoding="utf-8-sig")
         data = _read_json(text)
         channels = tuple(Channel(s, d, ChannelKind[kind.upper()]) for s, d, kind in data["channels"])
         try:

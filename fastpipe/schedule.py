@@ -105,8 +105,10 @@ class Schedule:
         """Build from actions or their texts: ``from_actions("mine", Placement.loop(1), 1, [["0F0", "0B0"]])``."""
         columns = []
         for order in orders:
-            rows = [Action.parse(action) if isinstance(action, str) else action for action in order]
             try:
+                if isinstance(order, str):
+                    raise ValueError(f"found the text {order!r}; give a list, such as its split()")
+                rows = [Action.parse(action) if isinstance(action, str) else action for action in order]
                 if not all(is_whole(field, least=-1) for row in rows for field in row):
                     raise ValueError("its fields are whole numbers")
                 columns.append(np.array(rows, dtype=np.int32).reshape(-1, len(FIELDS)).T)

@@ -18,7 +18,7 @@ from fastpipe.cost import CostModel
 from fastpipe.planner import LayerCosts, read_costs
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
-from fastpipe.schedules import Family, check_size, list_schedules
+from fastpipe.schedules import Family, check_size, find, list_schedules
 from fastpipe.timeline import Timeline
 
 
@@ -146,8 +146,8 @@ def _timeline_document(timeline: Timeline, *, steps: bool = False) -> dict[str, 
 def compare(arguments: argparse.Namespace) -> None:
     """Print several schedules side by side, best first, and draw them."""
     check_size(arguments.ranks, arguments.microbatches)
-    names = arguments.names
-    everything = "all" in names
+    names = [find(name).name for name in arguments.names if name != "all"]
+    everything = "all" in arguments.names
     if everything:
         names = [family.name for family in list_schedules()]
     with output.progress(f"comparing {len(names)} schedules"):
@@ -307,8 +307,8 @@ def trace(arguments: argparse.Namespace) -> None:
 
 def _path(arguments: argparse.Namespace, timeline: Timeline) -> Path:
     program = timeline.program
-    name = f"{program.name}-{program.num_ranks}x{program.num_microbatches}{arguments.suffix}"
-    return Path(arguments.output or name)
+    name = program.name.replace("/", "_")  # of a file that may come from anywhere: it names no folder
+    return Path(arguments.output or f"{name}-{program.num_ranks}x{program.num_microbatches}{arguments.suffix}")
 
 
 def _say(arguments: argparse.Namespace, timeline: Timeline, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -59,15 +60,26 @@ def read_schedule(name: str) -> Schedule:
     if path.suffix.lower() != ".json":
         return Schedule.from_csv(path)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8-sig"))
         placement = Placement(document["num_ranks"], tuple(map(tuple, document["routes"])), document["placement"])
         orders = document["orders"]
-        return Schedule.from_actions(document["name"], placement, document["num_microbatches"], orders)
+        schedule = Schedule.from_actions(document["name"], placement, document["num_microbatches"], orders)
+        _refuse_the_rest(document, schedule_document(schedule))
+        return schedule
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         text = f"no schedule in this JSON ({type(error).__name__}: {error}); `fastpipe show --json` writes one"
         raise ValueError(f"{name}: {text}") from None
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _refuse_the_rest(document: dict[str, Any], read: dict[str, Any]) -> None:
+    """Refuse what would not be read, or is not what the other entries say."""
+    for name, value in document.items():
+        if name not in read:
+            raise ValueError(f"there is no entry {name!r}; there are {', '.join(read)}")
+        if value != read[name]:
+            raise ValueError(f"{name} = {reprlib.repr(value)}: the rest says {reprlib.repr(read[name])}; write that")
 
 
 def schedule_document(schedule: Schedule) -> dict[str, Any]:

@@ -27,8 +27,9 @@ from fastpipe.timeline import Timeline
 _COSTS = ("forward", "backward_input", "backward_weight", "comm")
 _LIMITS = ("memory_limit", "memory")
 _SMALLEST = ("loop_zb", "wave_zb")
-_LAST = "loop_zb"
-"""It takes longest to make and is seldom the best: a time limit may leave it out."""
+_FIRST, _LAST = "wave_zb", "loop_zb"
+"""A time limit may leave out what comes late: the one is nearly the best for any costs and memory, the other takes
+longest to make and is seldom the best."""
 _LAST_COMPUTE = int(max(COMPUTE_KINDS))
 _B, _I, _W = int(ActionKind.B), int(ActionKind.I), int(ActionKind.W)
 
@@ -37,7 +38,7 @@ def from_registry(problem: Problem, num_microbatches: int, allowed: list[int]) -
     """Every schedule of the registry on these numbers: its name with its options, and it, or why it is not possible."""
     if problem.placement is not None and problem.placement.num_stages % problem.num_ranks:
         return
-    for family in sorted(list_schedules(), key=lambda family: family.name == _LAST):
+    for family in sorted(list_schedules(), key=lambda family: (family.name == _LAST) - (family.name == _FIRST)):
         if family.name == "forward_only":
             continue
         for shape in _shapes(problem, family, allowed):
@@ -86,9 +87,8 @@ def _shapes(problem: Problem, family: Family, allowed: list[int]) -> list[dict[s
         holds = problem.placement is not None or family.stages_per_rank <= problem.max_stages_per_rank
         return [{}] if 1 in allowed and holds else []
     if "stages_per_rank" in family.options:
-        # Of one stage per rank zb_auto is as good as loop_zb, but where messages count it may not fit where that does.
-        by_bytes = problem.memory is not None and problem.memory.unit == "bytes"
-        one = family.stages_per_rank == 1 or (by_bytes and family.name == "loop_zb")
+        # Of one stage per rank zb_auto is as good as loop_zb, but for less memory than 1F1B's.
+        one = family.stages_per_rank == 1 or (problem.memory is not None and family.name == "loop_zb")
         return [{"stages_per_rank": v} for v in allowed if v > 1 or one]
     if "waves" in family.options:
         return [{"waves": v // 2} for v in allowed if v % 2 == 0]

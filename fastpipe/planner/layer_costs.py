@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fastpipe.cost import LARGEST, CostModel, PerLink, found_in, is_cost, parsed
+from fastpipe.cost import LARGEST, CostModel, PerLink, found_in, is_cost, parsed, plain
 from fastpipe.partition import partition
+from fastpipe.placement import is_whole
 
 PerLayer = float | Sequence[float]
 """A number for every layer, or a sequence with one each."""
@@ -67,14 +67,17 @@ class LayerCosts:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            count = getattr(self, name)
-            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            count = plain(getattr(self, name))
+            if count is not None and not is_whole(count, least=1):
                 raise ValueError(f"{name} = {count!r}: give a whole number of at least 1")
+            object.__setattr__(self, name, count)
         for name in _BY_LAYER:
-            object.__setattr__(self, name, _per_layer(name, getattr(self, name), self.num_layers))
+            object.__setattr__(self, name, _per_layer(name, plain(getattr(self, name)), self.num_layers))
         for name in _NUMBERS:
-            if not is_cost(getattr(self, name)):
-                raise ValueError(f"{name} = {getattr(self, name)!r}: give a number from 0 to {LARGEST:g}")
+            number = plain(getattr(self, name))
+            if not is_cost(number):
+                raise ValueError(f"{name} = {number!r}: give a number from 0 to {LARGEST:g}")
+            object.__setattr__(self, name, number)
         links = CostModel(comm=self.comm, bandwidth=self.bandwidth)  # which checks them
         object.__setattr__(self, "comm", links.comm)
         object.__setattr__(self, "bandwidth", links.bandwidth)
@@ -130,7 +133,7 @@ class LayerCosts:
             ValueError: naming the file and the entry that is wrong.
         """
         with found_in(path):
-            return cls.from_dict(parsed(Path(path).read_text(encoding="utf-8")))
+            return cls.from_dict(parsed(Path(path).read_text(encoding="utf-8-sig")))
 
     @classmethod
     def from_dict(cls, data: Any) -> LayerCosts:
@@ -146,7 +149,8 @@ class LayerCosts:
             if name not in known:
                 raise ValueError(f"costs: there is no {name!r}; there are {', '.join(known)}")
         links = {name: data[name] for name in ("comm", "bandwidth") if name in data}
-        model = CostModel.from_json(json.dumps(links) + "\n")
+        with found_in("costs"):
+            model = CostModel.from_dict(links)
         return cls(**{**data, **{name: getattr(model, name) for name in links}})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -319,7 +318,7 @@ def read_costs(costs: Any) -> Costs:
     if not isinstance(costs, str | Path):
         raise TypeError(f"costs: expected a CostModel, LayerCosts, a dict or a file, found {type(costs).__name__}")
     with found_in(costs):
-        data = parsed(Path(costs).read_text(encoding="utf-8"))
+        data = parsed(Path(costs).read_text(encoding="utf-8-sig"))
         if not isinstance(data, dict):
             raise ValueError("give an object with the attributes of CostModel or of LayerCosts")
         return _from_dict(data)
@@ -332,7 +331,8 @@ def _from_dict(costs: Mapping[str, Any]) -> Costs:
     named = sorted(layers & set(costs))
     if named:
         raise ValueError(f"costs: {named[0]} is of layers; say num_layers too")
-    return CostModel.from_json(json.dumps(dict(costs)) + "\n")
+    with found_in("costs"):
+        return CostModel.from_dict(costs)
 
 
 def bound_of(problem: Problem, setting: Setting) -> float:

@@ -54,6 +54,12 @@ def save(drawn: Figure, path: Path, dpi: int) -> Path:
     return path
 
 
+def literal(text: str) -> str:
+    """Text to be drawn as it is: matplotlib reads formulas between dollars, and SVG has no control characters."""
+    shown = (letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    return "".join(shown).replace("$", r"\$")
+
+
 def text_width(text: str, size: float, **style: Any) -> float:
     """Points (1/72 inch) that a line takes, measured."""
     if not text.strip():  # of which matplotlib makes no path

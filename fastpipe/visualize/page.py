@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,8 @@ def to_html(timeline: Timeline, path: str | Path) -> Path:
         # A "<" in a name could end the script element before its time.
         "/*{{data}}*/": json.dumps(page_data(timeline)).replace("<", "\\u003c"),
     }
-    for place, content in parts.items():
-        text = text.replace(place, content)
-    path.write_text(text, encoding="utf-8")
+    places = re.compile("|".join(map(re.escape, parts)))  # all at once: a name may be the mark of another place
+    path.write_text(places.sub(lambda found: parts[found[0]], text), encoding="utf-8")
     return path
 
 

@@ -79,13 +79,13 @@ def pareto(
     unnamed = _with_numbers(others)
     places = {_place(row) for row in (*shown, *unnamed)}
     points, rest = _merged(shown, places), _merged(unnamed, places)
-    _frame(axes, points + rest, memory_label)
+    _frame(axes, points + rest, canvas.literal(memory_label))
     _draw_rest(axes, rest, limit)
     _draw_front(axes, {point[:2] for point in points + rest if point[3]})
     _draw_points(axes, points)
     _draw_ring(axes, [row for row in shown if row.name == chosen])
     _draw_names(axes, points, rest, limit, size)
-    heading = title or "Bubble against peak memory"
+    heading = canvas.literal(title or "Bubble against peak memory")
     figure.text(0.12 / _WIDTH, 1 - 0.14 / _HEIGHT, heading, va="top", size=13, weight="bold", color=canvas.INK)
     note = "lower left is better; joined: no other schedule has both a smaller bubble and a smaller memory"
     note += "; grey: variants of those named" if rest else ""
@@ -119,6 +119,7 @@ def _merged(shown: list[Compared], places: Collection[tuple[float, float]]) -> l
 
 def _folded(names: list[str]) -> str:
     """Names side by side, three a line."""
+    names = [canvas.literal(name) for name in names]
     return ",\n".join(", ".join(names[first : first + 3]) for first in range(0, len(names), 3))
 
 

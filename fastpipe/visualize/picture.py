@@ -64,15 +64,22 @@ def plot(
     """
     path = canvas.checked_path(path)
     _check_width(width)
+    for name, value, kind in (("against", against, Timeline), ("title", title, str)):
+        if not isinstance(value, kind | None):
+            raise TypeError(f"{name}: expected a {kind.__name__} or None, found {type(value).__name__}")
     shown = [timeline] if against is None else [timeline, against]
     height = row_height or min(0.42, max(0.13, 6.5 / max(t.program.num_ranks for t in shown)))
     figure, panels = _layout(shown, width, height, dpi)
     lines = any(panel.wants_transfers() for panel in panels) if transfers is None else transfers
     for panel in panels:
         panel.draw(with_labels=labels, with_transfers=lines, critical_path=critical_path)
-        panel.describe(_heading(panel.timeline, shown), as_shares=not _same_stages(shown))
+        panel.describe(canvas.literal(_heading(panel.timeline, shown)), as_shares=not _same_stages(shown))
         panel.axes.set_xlabel(f"time ({panel.unit})", color=canvas.INK)
-    _head(figure, title or _title(shown), canvas.legend_handles(shown, critical_path=critical_path, transfers=lines))
+    _head(
+        figure,
+        canvas.literal(title or _title(shown)),
+        canvas.legend_handles(shown, critical_path=critical_path, transfers=lines),
+    )
     return canvas.save(figure, path, dpi)
 
 

@@ -63,7 +63,7 @@ def test_the_unsplit_model(case: tuple[Schedule, list[nn.Module], float, Any]) -
         assert_same(pipe, result, unsplit, reference)
 
 
-@pytest.mark.filterwarnings("ignore:.*its W come in another order than its I:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*come in another order than stage 0's:UserWarning")
 @FEW
 @given(cases(in_order=False))
 def test_one_executor_and_the_other(case: tuple[Schedule, list[nn.Module], float, Any]) -> None:

@@ -118,7 +118,7 @@ def test_receives_that_are_posted_ahead_do_not_progress_in_torch() -> None:
         progresses_in_torch(fastpipe.lower(schedule).to_csv(), schedule)
 
 
-@pytest.mark.filterwarnings("ignore:.*its W come in another order")
+@pytest.mark.filterwarnings("ignore:.*come in another order")
 @pytest.mark.parametrize("seed", range(8))
 def test_any_order_with_transfers_progresses_in_torch(seed: int) -> None:
     stages = [0, 1, 2, 1, 0]

@@ -84,7 +84,7 @@ def test_nothing_beats_the_bounds(data):
     check_bounds(data, data.draw(schedules()))
 
 
-@pytest.mark.filterwarnings("ignore:.*its W come in another order")
+@pytest.mark.filterwarnings("ignore:.*come in another order")
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_nothing_beats_the_bounds_of_whole_and_split_backwards_mixed(data):

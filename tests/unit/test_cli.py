@@ -294,6 +294,7 @@ def test_a_warning_is_one_line_and_no_error(capsys: Any, tmp_path: Path) -> None
         (["simulate", "1f1b", *SMALL, "--lanes", "odd"], "odd"),
         (["simulate", "1f1b", *SMALL, "--recv-lookahead", "-1"], "recv-lookahead"),
         (["compare", "1f1b", "nope", *SMALL], "nope"),
+        (["compare", "all", "nope", *SMALL], "nope"),
         (["compare", "1f1b", *SMALL, "--forward", "1,1,1,1"], "forward"),
         (["compare", "1f1b", *SMALL, "--plot", "x.gif"], ".png"),
         (["plan", "--ranks", "4"], "error: --microbatches: give it, or with --costs"),
@@ -319,6 +320,31 @@ def test_json_that_is_no_schedule_is_refused(text: str, capsys: Any, tmp_path: P
     path = tmp_path / "mine.json"
     path.write_text(text)
     assert "mine.json" in refused(capsys, "convert", str(path))
+
+
+def test_json_of_a_schedule_says_one_thing(capsys: Any, csv: str, tmp_path: Path) -> None:
+    """What it says beside the orders is compared with them; nothing in it is ignored."""
+    document = json.loads(run(capsys, "convert", csv, "--to", "json"))
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(document), encoding="utf-8-sig")
+    assert json.loads(run(capsys, "convert", str(path), "--to", "json")) == document
+    for entry, message in (
+        ({"num_stages": 7}, "num_stages = 7: the rest says 8"),
+        ({"speed": 1}, "there is no entry 'speed'"),
+        ({"orders": [[list(fastpipe.Action.parse("0F0"))], [], [], []]}, "orders = "),
+        ({"orders": ["0F0,0B0", "", "", ""]}, "rank 0: give each action as an Action or its text: found the text"),
+    ):
+        path.write_text(json.dumps({**document, **entry}))
+        assert message in refused(capsys, "validate", str(path))
+
+
+def test_a_name_with_a_slash_leads_to_no_other_folder(capsys: Any, csv: str, tmp_path: Path, monkeypatch: Any) -> None:
+    document = json.loads(run(capsys, "convert", csv, "--to", "json"))
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    Path("mine.json").write_text(json.dumps({**document, "name": "../mine"}))
+    assert run(capsys, "trace", "mine.json").endswith("wrote .._mine-4x8.json\n")
+    assert Path(".._mine-4x8.json").exists() and not list(tmp_path.glob("*.json"))
 
 
 NAMES = ["1f1b", "zbv", "dualpipev", "nope", "all", ""]

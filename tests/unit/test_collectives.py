@@ -9,7 +9,7 @@ from fastpipe.collectives import with_collectives
 from fastpipe.lower import lower
 from tests.unit.planning import forward_only, hand, random_schedules, small_schedules
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*its W come in another order")
+pytestmark = pytest.mark.filterwarnings("ignore:.*come in another order")
 STAGE_OPS = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
 
 

@@ -10,7 +10,7 @@ from fastpipe.lower import lower
 from fastpipe.program import COMPUTE_OPS, ChannelKind
 from tests.unit.planning import forward_only, hand, random_schedules, small_schedules
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*its W come in another order")
+pytestmark = pytest.mark.filterwarnings("ignore:.*come in another order")
 
 
 def ops(program: Program, rank: int) -> str:

@@ -17,7 +17,7 @@ from fastpipe.simulate import simulate_program
 from tests.conftest import native_expected
 from tests.unit.planning import random_schedules, small_schedules, with_columns
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*its W come in another order")
+pytestmark = pytest.mark.filterwarnings("ignore:.*come in another order")
 
 
 @pytest.fixture(autouse=True)

@@ -81,6 +81,16 @@ def test_no_schedule_of_the_registry_is_shorter(seed: int, objective: str) -> No
             assert plan.value <= getattr(timeline, objective) + 1e-9, family.name
 
 
+@pytest.mark.parametrize(("p", "m", "memory"), [(4, 16, 0.75), (8, 24, 0.75), (8, 24, 0.5)])
+def test_one_stage_per_rank_in_less_memory_than_1f1b_is_no_longer_than_loop_zb(p: int, m: int, memory: float) -> None:
+    """Where the search behind zb_auto, which is made for as many activations as ranks, takes up to twice as long."""
+    alone = {"num_ranks": p, "num_microbatches": m}
+    plan = small(CostModel(), **alone, max_stages_per_rank=1, memory=memory, effort=0)
+    known = fastpipe.make_schedule("loop_zb", **alone, stages_per_rank=1, memory=memory)
+    other = fastpipe.make_schedule("zb_auto", **alone, memory_limit=int(memory * p))
+    assert plan.makespan <= fastpipe.simulate(known).makespan < fastpipe.simulate(other).makespan
+
+
 def plan_cost(plan: fastpipe.Plan) -> CostModel:
     depth = plan.schedule.num_stages / plan.schedule.num_ranks
     return CostModel(1.0 / depth, 1.2 / depth, 0.8 / depth, comm=0.05)

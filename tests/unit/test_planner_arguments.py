@@ -9,7 +9,7 @@ import pytest
 
 import fastpipe
 from fastpipe import CostModel, LayerCosts
-from fastpipe.planner.problem import Memory, memory_of
+from fastpipe.planner.problem import Memory, memory_of, read_costs
 from tests.unit.plans import LAYERS, UNEVEN, small
 
 pytestmark = pytest.mark.without_torch
@@ -81,6 +81,19 @@ def test_costs_are_read_from_files_and_dicts(tmp_path: Path) -> None:
         small({"held_bytes": 3})
     with pytest.raises(ValueError, match="there is no 'speed'"):
         small({"num_layers": 8, "speed": 3})
+
+
+def test_costs_in_a_dict_are_what_the_classes_take() -> None:
+    links, seconds = {(0, 1): 0.5, (1, 0): 0.25}, np.array([1, 2, 1, 1], dtype=np.float32)
+    assert read_costs({"comm": links, "forward": seconds}) == CostModel(comm=links, forward=[1, 2, 1, 1])
+    assert read_costs({"comm": {"0->1": 0.5, "1->0": 0.25}}) == read_costs({"comm": links})
+    layers = LayerCosts(4, [1.0, 2.0, 1.0, 1.0], comm=links, launch=0.5)
+    given = {"num_layers": np.int64(4), "forward": seconds, "comm": links, "launch": np.float32(0.5)}
+    assert read_costs(given) == LayerCosts(**given) == layers
+    with pytest.raises(ValueError, match=r"costs: comm: \(0,\) is no link"):
+        read_costs({"comm": {(0,): 1.0}})
+    with pytest.raises(ValueError, match="costs: forward is or has a null"):
+        read_costs({"forward": [1.0, None]})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from fastpipe import CostModel, ProgramError, Schedule, simulate
 from fastpipe.dependencies import play
 from tests.unit.planning import hand, random_schedules, rebuilt, small_schedules
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*its W come in another order")
+pytestmark = pytest.mark.filterwarnings("ignore:.*come in another order")
 
 UNIT = CostModel(forward=1, backward_input=1, backward_weight=1, backward=1, overlapped=1)
 

@@ -1,5 +1,6 @@
 """Mutations of schedules: each refused with an error that names rank, position and action."""
 
+import contextlib
 import warnings
 
 import numpy as np
@@ -11,7 +12,7 @@ import fastpipe
 from fastpipe import Placement, Schedule, ScheduleError, validate_schedule
 from tests.unit.planning import hand, random_schedules, small_schedules
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*its W come in another order")
+pytestmark = pytest.mark.filterwarnings("ignore:.*come in another order")
 
 
 @pytest.mark.parametrize("schedule", small_schedules(), ids=repr)
@@ -121,13 +122,36 @@ def test_unused_fields_must_be_unused() -> None:
         validate_schedule(Schedule("x", Placement.loop(1), 1, [columns]))
 
 
-def test_weights_in_another_order_than_inputs_are_a_warning() -> None:
-    orders = ["0F0 0F1 0I0 0I1 0W1 0W0"]
-    with pytest.warns(UserWarning, match="rank 0, stage 0: .*W .*order .*I"):
-        validate_schedule(hand(orders, [0], 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        validate_schedule(hand(["0F0 0F1 0I0 0I1 0W0 0W1"], [0], 2))
+SUMS = [
+    (["0F0 0F1 0I0 0I1 0W1 0W0"], [0], "rank 0, stage 0: its I come in another order than stage 0's W"),
+    (["0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1F1 1I0 1I1 1W1 1W0"], [0, 1], "rank 1, stage 1: its W come in another order"),
+    (["0F0 0F1 0B0 0B1", "1F0 1F1 1B1 1B0"], [0, 1], "rank 1, stage 1: its B come in another order than stage 0's B"),
+    (["0F0 0F1 0B0 0B1", "1F0 1F1 1I0 1I1 1W1 1W0"], [0, 1], "rank 1, stage 1: its W come in another order"),
+    (["0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1"], [0, 1], None),
+    (["0F0 0F1 0I0 0I1 0W0 0W1"], [0], None),
+    (["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0", "2F0 2F1 2B0 2B1"], [0, 1, 2], "rank 2, stage 2: its B come in another"),
+    (["0F0 0F1 0B0 0B1", "1F0 1F1 1B1 1B0", "2F0 2F1 2B1 2B0"], [0, 1, 2], "rank 1, stage 1: its B come in another"),
+]
+
+
+@pytest.mark.parametrize(("orders", "stage_to_rank", "message"), SUMS)
+def test_a_stage_that_sums_in_another_order_than_the_reference_is_a_warning(
+    orders: list[str], stage_to_rank: list[int], message: str | None
+) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        validate_schedule(hand(orders, stage_to_rank, 2))
+    assert [str(one.message)[: len(message or "")] for one in said] == ([] if message is None else [message])
+
+
+@pytest.mark.parametrize("name", [family.name for family in fastpipe.list_schedules()])
+def test_no_generated_schedule_sums_in_another_order(name: str) -> None:
+    for p, m in ((1, 2), (2, 4), (3, 7), (4, 8)):
+        with contextlib.suppress(ValueError):
+            schedule = fastpipe.make_schedule(name, num_ranks=p, num_microbatches=m)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                schedule.validate()
 
 
 def test_a_reduction_comes_once_and_last() -> None:

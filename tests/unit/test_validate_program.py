@@ -11,7 +11,7 @@ import fastpipe
 from fastpipe import Channel, ChannelKind, Instruction, Op, Program, ProgramError, Schedule, validate_program
 from tests.unit.planning import hand, random_schedules, rebuilt, small_schedules, with_columns
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*its W come in another order")
+pytestmark = pytest.mark.filterwarnings("ignore:.*come in another order")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastpipe
+from fastpipe.api import Comparison
 from fastpipe.visualize import grid, pareto, plot, to_chrome_trace, to_html
 from fastpipe.visualize.bars import bars, critical_bars, limited_by, live_activations, runs, transfers, waited_for
 from fastpipe.visualize.page import page_data
@@ -269,6 +271,13 @@ def test_a_name_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     assert text.count("</script>") == 1 and "<script>alert" not in text
 
 
+def test_a_name_is_not_the_mark_of_another_place_of_the_page(tmp_path: Path) -> None:
+    name = "{{title}} /*{{style}}*/ /*{{script}}*/ /*{{data}}*/"
+    schedule = fastpipe.Schedule.from_actions(name, fastpipe.Placement.loop(1), 1, [["0F0", "0B0"]])
+    text = to_html(fastpipe.simulate(schedule), tmp_path / "x.html").read_text()
+    assert f"<title>{name} - fastpipe</title>" in text and text.count(name) == 2 and text.count("\n/*{{") == 0
+
+
 # Comparison
 
 
@@ -311,6 +320,39 @@ def test_title_and_legend_fit_in_a_narrow_picture(
 def test_a_blank_title(title: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert plot(simulated(), tmp_path / "x.png", title=title).exists()
+
+
+NAME = "cost $5 and \\$ $\\foo$ <b>&"
+
+
+@pytest.mark.without_torch
+def test_names_and_titles_are_drawn_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib would read formulas between dollars, and refuse those that are none; SVG has no control characters."""
+    figures = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setitem(__import__("matplotlib").rcParams, "svg.fonttype", "none")
+    drawn: list[str] = []
+    real = figures.Figure.savefig
+
+    def saved(figure: Any, path: Path, **options: Any) -> None:
+        real(figure, path, **options)
+        shown = ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
+        drawn.append(" ".join("".join(text.itertext()) for text in shown))
+
+    monkeypatch.setattr(figures.Figure, "savefig", saved)
+    schedule = fastpipe.Schedule.from_actions(NAME, fastpipe.Placement.loop(1), 1, [["0F0", "0B0"]])
+    timeline = fastpipe.simulate(schedule)
+    plot(timeline, tmp_path / "x.svg")
+    plot(simulated(), tmp_path / "x.svg", against=timeline, title=NAME + "\x01")
+    pareto([Comparison(NAME, 1.0, 0.5, 1.0, 1)], tmp_path / "x.svg", title=NAME)
+    assert [text.count(NAME) for text in drawn] == [1, 2, 1]  # with a halo, the name of a point is a path
+
+
+@pytest.mark.without_torch
+@pytest.mark.parametrize("options", [{"against": "1f1b"}, {"title": 5}])
+def test_what_is_drawn_has_its_type(options: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(TypeError, match=f"{next(iter(options))}: expected a .* or None, found"):
+        plot(simulated(), tmp_path / "x.svg", **options)
 
 
 @pytest.mark.parametrize(
