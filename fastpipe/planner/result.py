@@ -159,7 +159,7 @@ class Plan:
 
     def __str__(self) -> str:
         schedule, chosen = self.schedule, self.chosen
-        limit = "no limit of memory" if self.memory is None else f"memory {self.memory}"
+        limit = "no memory limit" if self.memory is None else f"memory {self.memory}"
         lines = [
             f"Plan for {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, {limit}: {chosen.name}",
             f"  {self.objective} {self.value:.6g}, bubble {percent(self.bubble_fraction)}; "
@@ -176,9 +176,9 @@ class Plan:
             again = [str(stage) for stage, does in enumerate(self.recomputes) if does]
             lines.append(f"  stages that recompute: {', '.join(again) or 'none'}")
         if self.cut:
-            lines.append("  the search was cut by its time limit")
+            lines.append("  the time limit ended the search early")
         if not self.annealed:
-            lines.append("  not annealed: the best of the registry and of list scheduling")
+            lines.append("  not annealed: the best of the named schedules and of list scheduling")
         return "\n".join([*lines, "", *self._table()])
 
     def _not_counted(self) -> list[str]:
