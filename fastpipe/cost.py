@@ -36,18 +36,18 @@ class CostModel:
         backward_weight: seconds of W.
         comm: seconds of latency of a transfer between two ranks, for every link or by ``{(source, destination): s}``;
             hand-overs within a rank are free.
-        backward: seconds of B; I + W unless given.
-        overlapped: seconds of a fused F and B, by the stage of its forward; the sum of the two unless given.
-        bandwidth: bytes per second of a link, given like ``comm``; infinite unless given.
-        activation_bytes: bytes of the tensor that a stage hands to the next one; its gradient has as many.
+        backward: seconds of B. Default: I + W.
+        overlapped: seconds of a fused F and B, by the stage of its forward. Default: the sum of the two.
+        bandwidth: bytes per second of a link, in the form of ``comm``. Default: infinite.
+        activation_bytes: bytes of a stage's output; its gradient has as many.
         stage_bytes: bytes that a stage holds of one microbatch from the start of F to the end of W or B.
-        recompute: the part of its forward that a stage runs again in its backward, from 0 to 1 (``recompute="full"`` of
-            a Pipeline). I and B take so much of `forward` longer than is said here; a fused pair, too, unless
-            ``overlapped`` is given, which holds as it is.
-        kept_bytes: what a stage that recomputes holds of one microbatch between F and its backward, beside its input;
-            from the start of I or B to the end of W or B it holds ``stage_bytes``. Unless given, the part of
-            ``stage_bytes`` that is not recomputed. Seconds that were measured have what is recomputed in them already:
-            then give this alone.
+        recompute: the fraction of its forward that a stage runs again in its backward, 0 to 1 (1 for
+            ``Pipeline(recompute="full")``). I and B take this fraction of ``forward`` longer than the seconds above;
+            so does a fused pair, unless ``overlapped`` is given.
+        kept_bytes: bytes that a stage that recomputes holds of one microbatch between F and its backward, besides its
+            input; from the start of I or B to the end of W or B it holds ``stage_bytes``. Default: the part of
+            ``stage_bytes`` that is not recomputed. Measured seconds include the recompute: then give this, and not
+            ``recompute``.
     """
 
     forward: PerStage = 1.0
@@ -192,9 +192,9 @@ class CostModel:
     def from_timeline(cls, timeline: Timeline) -> CostModel:
         """Medians per stage and kind of a measured (or simulated) timeline.
 
-        A kind that never ran takes its cost from what did: B is I + W, I and W are halves of B. The latency is the
-        median over the transfers whose receiver was there first: other sends last until their receiver comes, and
-        their length is no cost. What a fused pair took is kept apart, since it is less than its parts.
+        A kind that did not run gets its cost from those that did: B is I + W, I and W are halves of B. The latency is
+        the median over the transfers whose receiver was waiting; other sends last until their receiver is posted.
+        Fused pairs have their own cost, as they take less than their parts.
         """
         seconds = timeline.median_seconds()
         stages = range(timeline.program.num_stages)

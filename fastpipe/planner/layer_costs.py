@@ -29,26 +29,26 @@ _COUNTS = ("num_layers", "microbatch_size", "batch_size")
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What the layers of a model cost with one microbatch of `microbatch_size` rows. Seconds and bytes.
+    """The costs of a model's layers for one microbatch of `microbatch_size` rows, in seconds and bytes.
 
-    A number holds for every layer, a sequence names each; the first and the last often differ (embedding, head, loss).
+    A number is for every layer, a sequence has one for each; the first and the last often differ (embedding, head).
 
     Attributes:
-        num_layers: how many there are.
+        num_layers: the number of layers.
         forward: seconds of a layer's forward.
         backward_input: seconds of its backward for the input.
         backward_weight: seconds of its backward for the weights.
-        activation_bytes: bytes of the tensor that a layer hands to the next; its gradient has as many.
+        activation_bytes: bytes of a layer's output; its gradient has as many.
         held_bytes: bytes that a layer holds of a microbatch from its forward to its backward for the weights.
-        parameter_bytes: bytes that stay: weights, gradients, and what the optimizer keeps.
+        parameter_bytes: bytes of weights, gradients, and the optimizer's state.
         comm: seconds of latency between two ranks, as in `CostModel`.
         bandwidth: bytes per second of a link, as in `CostModel`.
-        launch: seconds that a stage action costs whatever its size, beside those of its layers; what makes small stages
-            and small microbatches dear.
-        fused: seconds of a fused F and B as a fraction of the two; 1 unless given.
-        microbatch_size: the rows of a microbatch that all of this holds for.
-        batch_size: the rows of a step. Given, the planner may choose the number of microbatches: seconds of layers, and
-            bytes but those of parameters, grow in proportion to a microbatch's rows.
+        launch: fixed seconds of every action of a stage, besides those of its layers: the cost of small stages and
+            small microbatches.
+        fused: seconds of a fused F and B as a fraction of the two. Default: 1.
+        microbatch_size: the rows of a microbatch for which these costs hold.
+        batch_size: the rows of a step. With it the planner may choose the number of microbatches: seconds of layers,
+            and bytes except those of parameters, are proportional to the rows of a microbatch.
     """
 
     num_layers: int
@@ -83,7 +83,7 @@ class LayerCosts:
         object.__setattr__(self, "bandwidth", links.bandwidth)
 
     def rows(self, num_microbatches: int) -> float:
-        """The rows of a microbatch where a step has so many."""
+        """The rows of a microbatch if a step has `num_microbatches`."""
         if self.batch_size is None:
             return float(self.microbatch_size)
         return self.batch_size / num_microbatches
@@ -94,7 +94,7 @@ class LayerCosts:
         return partition([sum(layer) for layer in seconds], num_stages)
 
     def stages(self, parts: Sequence[range], num_microbatches: int) -> CostModel:
-        """What the stages of a partition cost."""
+        """The costs of the stages of a partition."""
         scale = self.rows(num_microbatches) / self.microbatch_size
         seconds = {
             name: [self.launch + scale * self._sum(name, part) for part in parts]
@@ -115,7 +115,7 @@ class LayerCosts:
         )
 
     def parameters(self, parts: Sequence[range]) -> list[float]:
-        """The bytes that stay, by stage."""
+        """`parameter_bytes`, by stage."""
         return [self._sum("parameter_bytes", part) for part in parts]
 
     def _all(self, name: str) -> tuple[float, ...]:

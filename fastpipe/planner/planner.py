@@ -42,7 +42,7 @@ from fastpipe.validate import validate_schedule
 from fastpipe.validate_program import validate_program
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done, and the best objective so far (infinite before there is one)."""
+"""Called with the current activity, and the best objective so far (infinite before there is one)."""
 
 _TRIES = 30
 """Orders that are made by list scheduling on a placement of a few hundred tasks; fewer of large ones. Four times as
@@ -78,46 +78,44 @@ def plan(
 ) -> Plan:
     """Find a schedule for these costs that fits into this memory.
 
-    All schedules of the registry are generated with every allowed number of stages per rank, and simulated. With
-    orders that list scheduling makes they are the pool in which orders are then improved by annealing, if the planning
-    library is there (``fastpipe.native_plan.status()``). So the plan is never worse than any schedule of the registry
-    that fits. It is what `fastpipe.simulate` says of it: the times in the result are those of the lowered and proved
-    program.
+    The candidates are all schedules of the registry, with every allowed number of stages per rank, and orders made by
+    list scheduling. The best are improved by annealing, if the planning library is installed
+    (``fastpipe.native_plan.status()``). So the plan is no worse than any schedule of the registry that fits. Its times
+    are those of `fastpipe.simulate` for the lowered and proved program.
 
     Args:
-        costs: of a rank's whole share of the model (a `CostModel` of numbers; stages of a schedule with two stages
-            per rank cost half), of every stage (one with sequences), or of layers (`LayerCosts`); or a dict or JSON
+        costs: of a rank's whole share of the model (a `CostModel` of numbers; a stage of a schedule with two stages
+            per rank costs half), of every stage (one with sequences), or of layers (`LayerCosts`); or a dict or JSON
             file of either's attributes.
-        num_ranks: the pipeline's ranks.
-        num_microbatches: of a step; None to have it chosen, which needs `LayerCosts.batch_size`.
-        memory: what a rank may hold: a number up to 1000 is a fraction of 1F1B's, ``"5 activations"`` are those of a
-            rank's share of the model, ``"40GiB"`` or a number of at least a million are bytes, parameters and receive
-            buffers included. None for no limit.
-        objective: ``"makespan"``, or ``"span"`` where ranks do not wait for each other between steps.
-        max_stages_per_rank: how many stages a rank may hold, and so how finely the model may be cut, where the costs do
-            not name its stages. Of two copies of the model (dualpipe, chimera) a rank holds two stages, however many
-            are named: 1 leaves them out.
-        placement: where the stages have to be; None to have that chosen. A schedule says it, too, and if it has as
-            many microbatches it is one of the candidates: ``pipe.schedule`` for `Pipeline.replan`, which between
-            processes can change the order alone. What it says of stages alone (UNSHARD, REDUCE_GRAD) a plan leaves to
-            the program.
-        recompute: ``"none"``: stages keep what their forward made for its backward. ``"full"``: they keep their input,
-            and their backward runs the forward again. ``"auto"``: some do, where memory asks for it and it is shorter;
-            ``plan.recomputes`` says which, and ``Pipeline(recompute=plan.recompute)`` does so.
-        effort: how long the search is, as a factor of at most 1e6: 1 anneals for half a second to a second. Without the
+        num_ranks: the number of ranks.
+        num_microbatches: the number of microbatches of a step. None lets the planner choose it, which needs
+            `LayerCosts.batch_size`.
+        memory: the limit of a rank. A number up to 1000 is a fraction of 1F1B's; ``"5 activations"`` are those of a
+            rank's share of the model; ``"40GiB"`` or a number of at least a million are bytes, with parameters and
+            receive buffers. None for no limit.
+        objective: ``"makespan"``, or ``"span"`` if ranks do not wait for each other between steps.
+        max_stages_per_rank: the most stages per rank, if the costs are not by stage. For two copies of the model
+            (dualpipe, chimera) a rank holds two stages: 1 excludes them, any other number allows them.
+        placement: the rank of every stage; None lets the planner choose it. A schedule gives its placement and, if it
+            has as many microbatches, is a candidate: ``pipe.schedule`` for `Pipeline.replan`, which between processes
+            can change only the order. UNSHARD, RESHARD and REDUCE_GRAD in it are ignored.
+        recompute: ``"none"``: stages keep the activations of their forward. ``"full"``: they keep their input, and
+            their backward runs the forward again. ``"auto"``: some stages do, if memory requires it and the step is
+            shorter; ``plan.recomputes`` says which, for ``Pipeline(recompute=plan.recompute)``.
+        effort: a factor of the length of the search, at most 1e6; 1 anneals for half a second to a second. Without the
             planning library nothing is annealed, and ``plan.annealed`` is False.
-        time_limit: seconds after which the search ends with what it has. Unless it cuts, the result does not depend on
-            it: the same seed gives the same plan.
-        seed: of the search's random numbers.
-        exact: of a small case (700 actions: three times stages times microbatches), go on until nothing shorter exists
-            over any loop or wave of these depths with split backwards, and say so in ``optimal``: for a minute a
-            placement unless there is a time limit, which they share. Of a larger one, order the plan anew window by
-            window, for two minutes unless there is a time limit, which proves nothing.
-            Needs OR-Tools (``pip install ortools``). Costs have to be multiples of a common unit.
-        progress: called as the search goes on.
+        time_limit: seconds after which the search ends. Unless it ends the search early, the same seed gives the same
+            plan.
+        seed: the seed of the search.
+        exact: for up to 700 actions (three times stages times microbatches), search until OR-Tools has proved that no
+            order over any loop or wave of these depths with split backwards is shorter (``plan.optimal``), for a minute
+            for each placement, or for `time_limit` in all. For more actions, improve the plan in windows, for two
+            minutes or `time_limit`, without a proof. Needs OR-Tools (``pip install ortools``). Costs must be multiples
+            of a common unit.
+        progress: called during the search.
 
     Raises:
-        ValueError: for numbers or costs that are none, or when nothing fits into the memory; it says what would.
+        ValueError: for invalid numbers or costs, or if nothing fits into the memory; it says what would.
         ScheduleError: for a schedule as `placement` that is not complete or cannot run.
     """
     first = _proved(placement) if isinstance(placement, Schedule) else None

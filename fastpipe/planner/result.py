@@ -20,19 +20,20 @@ class Candidate(NamedTuple):
     """One schedule that was considered.
 
     Attributes:
-        name: the registry's, with the options; or what the planner found, and from where.
-        num_microbatches: of a step.
-        stages_per_rank: stages that a rank holds.
+        name: the registry's name, with options; or ``"plan ..."`` for an order of the planner, with its origin.
+        num_microbatches: the number of microbatches of a step.
+        stages_per_rank: the number of stages per rank.
         makespan: seconds.
         span: seconds.
         bubble_fraction: 1 - busy / (ranks x objective).
-        peak_memory: at most on a rank, in activations of a rank's share of the model; 1F1B holds as many as ranks.
-        peak_bytes: at most on a rank, parameters and receive buffers included; 0 where the costs have no bytes.
+        peak_memory: the maximum over ranks, in activations of a rank's share of the model; 1F1B's is the number of
+            ranks.
+        peak_bytes: the maximum over ranks, with parameters and receive buffers; 0 if the costs have no bytes.
         messages: transfers between ranks in a step.
-        fits: whether a rank holds no more than it may.
+        fits: whether it is within the memory limit.
         chosen: whether it is the plan.
         refused: why it is not possible; the numbers are then NaN or 0.
-        copies: of the model that all ranks hold together: 2 where two ranks hold each stage.
+        copies: copies of the model that all ranks hold together: 2 if two ranks hold each stage.
     """
 
     name: str
@@ -52,23 +53,23 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The best schedule that was found for costs and memory, and how far from the best possible it may be.
+    """The best schedule that was found for costs and memory, with a lower bound.
 
     Attributes:
         schedule: for `fastpipe.Pipeline`, validated.
-        partition: the layers of every stage; None where the costs are not of layers.
+        partition: the layers of every stage; None if the costs are not those of layers.
         timeline: the schedule simulated under the costs.
         objective: ``"makespan"`` or ``"span"``.
         memory: the limit; None for none.
         bound: seconds; no order of these stages on this placement within the memory has a shorter objective.
         bound_anywhere: the same for any placement of these stages.
-        candidates: everything that was considered, the best that fits first.
-        cut: whether `time_limit` ended the search; without that a plan is the same for the same seed.
-        recomputes: of every stage whether it recomputes its forward; None where that was not asked for.
-        optimal: whether the exact solver has proved that nothing shorter exists; see `fastpipe.plan`.
-        counts_bytes: whether the costs name the bytes of activations; else memory is counted in activations alone.
-        counts_parameters: whether they name those of parameters, so that a second copy of the model counts.
-        annealed: whether orders were improved by annealing; that needs the planning library and an effort above 0.
+        candidates: all schedules that were considered, the best that fits first.
+        cut: whether `time_limit` ended the search early; otherwise the same seed gives the same plan.
+        recomputes: whether each stage recomputes its forward; None if `recompute` was "none".
+        optimal: whether the exact solver has proved that no order is shorter; see `fastpipe.plan`.
+        counts_bytes: whether the costs have bytes of activations; otherwise memory is counted in activations.
+        counts_parameters: whether the costs have bytes of parameters, so that a second copy of the model counts.
+        annealed: whether orders were improved by annealing, which needs the planning library and an effort above 0.
     """
 
     schedule: Schedule
@@ -87,7 +88,7 @@ class Plan:
     annealed: bool = False
 
     def recompute(self, stage: int, module: Any = None) -> str:
-        """What a stage does not keep, as ``Pipeline(recompute=plan.recompute)`` asks for it."""
+        """The policy of a stage, for ``Pipeline(recompute=plan.recompute)``."""
         return "full" if self.recomputes is not None and self.recomputes[stage] else "none"
 
     @property
@@ -112,7 +113,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How much shorter an order of these stages could be at most, as a fraction of this one."""
+        """1 - bound / value: an upper limit of what another order of these stages could gain."""
         return max(0.0, 1.0 - self.bound / self.value) if self.value > 0 else 0.0
 
     @property
@@ -123,9 +124,9 @@ class Plan:
     def plot(self, path: str | Path, **options: Any) -> Path:
         """Draw bubble against memory of all candidates; see `fastpipe.visualize.pareto`.
 
-        The plan is ringed, the best of every family has its name, and the limit is a line. Memory is in bytes where the
-        limit is, or where candidates have different numbers of microbatches, whose activations differ. What needs more
-        than twice the limit is left out, so that there is room for what needs less.
+        The plan is ringed, the best of every family is named, and the limit is a line. Memory is in bytes if the limit
+        is, or if candidates differ in the number of microbatches. Candidates that need more than twice the limit are
+        omitted.
         """
         from fastpipe.visualize import pareto
 
@@ -158,7 +159,7 @@ class Plan:
 
     def __str__(self) -> str:
         schedule, chosen = self.schedule, self.chosen
-        limit = "no limit of memory" if self.memory is None else f"memory {self.memory}"
+        limit = "no memory limit" if self.memory is None else f"memory {self.memory}"
         lines = [
             f"Plan for {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, {limit}: {chosen.name}",
             f"  {self.objective} {self.value:.6g}, bubble {percent(self.bubble_fraction)}; "
@@ -175,9 +176,9 @@ class Plan:
             again = [str(stage) for stage, does in enumerate(self.recomputes) if does]
             lines.append(f"  stages that recompute: {', '.join(again) or 'none'}")
         if self.cut:
-            lines.append("  the search was cut by its time limit")
+            lines.append("  the time limit ended the search early")
         if not self.annealed:
-            lines.append("  not annealed: the best of the registry and of list scheduling")
+            lines.append("  not annealed: the best of the named schedules and of list scheduling")
         return "\n".join([*lines, "", *self._table()])
 
     def _not_counted(self) -> list[str]:
