@@ -146,7 +146,7 @@ void CopyWatchdog::look(Line& line, Clock::time_point now) {
   if (line.since_ == Clock::time_point{} || line.seen_ != flag) line.since_ = now;
   line.seen_ = flag;
   if (!alive && now - line.dead_ > kDeathGrace) return abort_locked(peer, "its process died", peer);
-  if (aborted) return abort_locked(peer, "it has given up this rank", blamed_by(*line.peer_));
+  if (aborted) return abort_locked(peer, "it has aborted", blamed_by(*line.peer_));
   if (now - line.since_ < as_duration(timeout_seconds_)) return;
   abort_locked(peer, "nothing came of it in " + std::to_string(timeout_seconds_) + " s", peer);
 }
@@ -257,7 +257,7 @@ bool CopyOutgoing::prepare(std::size_t count, std::size_t bytes) {
     num_places_ = places;
     return true;
   }
-  if (words_.aborted.load() != 0) throw Error("it has given up this rank");
+  if (words_.aborted.load() != 0) throw Error("it has aborted");
   if (words_.refused.load() == 0) return false;
   throw Error("it has no memory on its device for " + std::to_string(count) + " messages of " + std::to_string(bytes) +
               " bytes");
@@ -324,7 +324,7 @@ void CopyEngineLink::finish() {
   for (const auto& [key, outgoing] : outgoing_) peers.push_back(key.first);
   for (const auto& [key, incoming] : incoming_) peers.push_back(key.first);
   for (const std::int32_t peer : peers) {
-    if (watchdog_.waiting()) watchdog_.abort(peer, "the transport is gone", host_->rank());
+    if (watchdog_.waiting()) watchdog_.abort(peer, "the transport was closed", host_->rank());
   }
   // What was released runs out. Until then it needs the flags.
   comes_true(patience, [&] { return !busy(); });

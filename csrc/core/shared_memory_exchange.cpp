@@ -89,8 +89,8 @@ bool SharedMemoryExchange::collect() {
     large = large || message.descriptor >= 0;
     messages_[peer->process.rank()] = read(*peer, message);
     if (peer->words.words().posted.load() > number_ + 1) {
-      throw Error("rank " + std::to_string(peer->process.rank()) + " has gone on without rank " +
-                  std::to_string(rank_) + "; build the Pipeline again after a step that was broken off");
+      throw Error("rank " + std::to_string(peer->process.rank()) + " has continued without rank " +
+                  std::to_string(rank_) + "; build the Pipeline again after an aborted step");
     }
   }
   return large;

@@ -503,7 +503,7 @@ void SharedMemoryTransport::wait(const SharedMemoryPeer& peer, std::uint32_t rea
     if (look(ready)) return;
     if (!woken) check_signals();
     if (const auto lost = link_->lost()) {
-      const std::string why = *lost < 0 ? "a rank is gone" : "rank " + std::to_string(*lost) + " is gone";
+      const std::string why = *lost < 0 ? "a rank was lost" : "rank " + std::to_string(*lost) + " was lost";
       drop_all_peers(why);
       BrokenPeers::refuse(*lost, program_.place(position), why);
     }

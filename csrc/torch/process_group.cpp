@@ -49,7 +49,7 @@ void WorkWaits::wait(const WorkPtr& work, std::chrono::milliseconds timeout) {
 bool WorkWaits::wait_once(Work& work, std::chrono::milliseconds timeout) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (lost_ != kNoRank) throw Error(lost_ < 0 ? "a rank is gone" : "rank " + std::to_string(lost_) + " is gone");
+    if (lost_ != kNoRank) throw Error(lost_ < 0 ? "a rank was lost" : "rank " + std::to_string(lost_) + " was lost");
     current_ = &work;
     ++number_;
     if (!ticker_.joinable()) ticker_ = std::thread([this] { tick(); });
@@ -362,7 +362,7 @@ double ProcessGroupTransport::wait_send(std::int32_t send) {
 
 std::optional<std::string> ProcessGroupTransport::why_aborted() const {
   if (const std::int32_t rank = waits_->lost(); rank != kNoRank) {
-    return (rank == kUnknownRank ? "a rank" : "rank " + std::to_string(rank)) + " is gone";
+    return (rank == kUnknownRank ? "a rank" : "rank " + std::to_string(rank)) + " was lost";
   }
   if (has_failed()) return kFailed;
   return std::nullopt;
@@ -380,7 +380,7 @@ void ProcessGroupTransport::check() const {
   if (!why) return;
   const std::int32_t lost = waits_->lost();
   throw TransportError(lost == kNoRank ? kUnknownRank : lost,
-                       "messages for rank " + std::to_string(program_.rank()) + " did not come (" + *why + ")");
+                       "messages for rank " + std::to_string(program_.rank()) + " did not arrive (" + *why + ")");
 }
 
 void ProcessGroupTransport::abort_peer(Pending& pending, const char* why) {

@@ -82,7 +82,7 @@ void test_peer_that_leaves() {
   ranks.good_step(false);
   ranks.leave(1);
   ranks.step(false, {}, 1);
-  expect(ranks[0].error().find("(it has given up this rank)") != std::string::npos, ranks[0].error());
+  expect(ranks[0].error().find("(it has aborted)") != std::string::npos, ranks[0].error());
 }
 
 // Many programs, known one after the other, each run again when all are there: they share places, and what one has not

@@ -99,7 +99,7 @@ void test_rank_that_has_gone_on_is_refused() {
     exchanges[1]->wait(1);
     expect(false, "another message is not taken for the first");
   } catch (const Error& error) {
-    expect(std::string(error.what()).find("rank 0 has gone on without rank 1") == 0, error.what());
+    expect(std::string(error.what()).find("rank 0 has continued without rank 1") == 0, error.what());
   }
 }
 

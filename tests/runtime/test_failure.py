@@ -120,7 +120,7 @@ def test_an_exception_that_cannot_be_told_is_one_like_any_other(executor: str) -
 
 
 def test_a_peer_that_is_gone_is_a_failure_even_if_nobody_knows_which() -> None:
-    failure = failure_at(None, {}, 2, 0, lost_peer("messages for rank 2 did not come", None))  # type: ignore[arg-type]
+    failure = failure_at(None, {}, 2, 0, lost_peer("messages for rank 2 did not arrive", None))  # type: ignore[arg-type]
     assert failure.rank is None and failure.is_fatal
 
 

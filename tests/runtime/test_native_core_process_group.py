@@ -73,7 +73,7 @@ def told_of_a_lost_rank(index, folder):
     transport = rank.executor.transport
     transport.device, transport._all = torch.device("cuda"), list
     transport.unblock(Failure(1, DIED, is_fatal=True))
-    with pytest.raises(FailureError, match="did not come .rank 1 is gone") as caught:
+    with pytest.raises(FailureError, match="did not arrive .rank 1 was lost") as caught:
         check()
     assert caught.value.failure.rank == 1
 
