@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe.runtime.common import Failure, FailureError, cause_text, listed, parameters_of, torch_private, walked
-from fastpipe.runtime.data_parallel.interface import DataParallel
+from fastpipe.runtime.data_parallel.interface import DataParallel, raised_by_collective
 
 _HELD_BACK = {
     "post_forward_mesh_info": None,
@@ -148,8 +148,8 @@ class Sharded(DataParallel):
                 for group, flags in self._flags:
                     stack.callback(_reduce, group, flags, failed)
         except RuntimeError as error:
-            if len(self.groups) == 1:  # else it is not known which
-                self.lost_in(self.groups[0], error)
+            if len(self.groups) == 1 and raised_by_collective(error):  # of several it is not known which
+                self.lose(self.groups[0], error)
             raise
 
     def finish(self, failure: str | None, deadline: float) -> None:
@@ -157,9 +157,9 @@ class Sharded(DataParallel):
         begun, self._begun = self._begun, False
         try:
             self._end_backward()
-        except Exception as error:  # raised again, when the other replicas, which wait, know of it
+        except Exception as error:  # when the other replicas, which wait, know of it
             failure = failure or cause_text(error)
-            raise
+            raise FailureError(Failure(None, cause_text(error), is_fatal=True)) from error
         finally:
             if begun:
                 self._compare(failure, deadline)
@@ -234,17 +234,21 @@ class Sharded(DataParallel):
 
 
 def _reduce(group: Any, flags: Mapping[str, Any], failed: bool) -> None:
+    before = torch_private.fsdp_collectives(group)
     try:
         group.wait_for_unshard()
         _set(group, flags)
         if failed:
             _complete(group)
         group.post_backward()
-    except Exception:  # raised again
-        # the first dimension of a mesh has lost a process, and replicas in the second one wait all the same
-        if flags["all_reduce_grads"]:
+    except Exception as error:  # raised again
+        # the other replicas wait; if the mesh's first dimension has lost one, those of the second wait all the same
+        reduces, averages = flags["reduce_grads"], flags["all_reduce_grads"]
+        joins = reduces and not raised_by_collective(error), reduces and averages
+        for (processes, num_begun), is_joined in zip(before, joins, strict=True):
             with contextlib.suppress(RuntimeError):
-                torch_private.join_fsdp_replicas(group)
+                if is_joined:
+                    torch_private.join_fsdp_collective(group, processes, num_begun)
         raise
 
 
