@@ -282,9 +282,8 @@ class MeshGroups:
 
     def leave(self) -> None:
         """After `abort`, in the thread that runs the stages and outside of any: close the connections of Gloo."""
-        if self._failed and self._device.type == "cpu":  # those of a device are for `abort`, in another thread
-            groups, self._groups = self._groups, []
-            leave_groups(groups, self._device)
+        if self._failed:
+            leave_groups(self._groups, self._device)
 
 
 def leave_groups(groups: Iterable[Any], device: torch.device) -> None:
