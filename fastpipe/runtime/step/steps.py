@@ -334,14 +334,12 @@ class Steps:
         try:
             with self._published():
                 replies, refused = exchange_or_refuse(partial(self.control.exchange, "start"), message, failure)
-            if any(isinstance(error, RuntimeError) for error in errors):
-                # a collective within the mesh may have raised, such as that of norms, as its peer made another call
-                self._check_calls(replies)
+            # first: an error may be the consequence, as of a collective within the mesh whose peer made another call
+            self._check_calls(replies)
             if errors:
                 raise errors[0]
         finally:
             errors.clear()
-        self._check_calls(replies)
         if refused is not None:
             raise refused.error(refusal)
         return replies
