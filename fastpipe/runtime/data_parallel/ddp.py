@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,24 +67,6 @@ class FlatBucket:
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
 
 
-class ReplicaReports(NamedTuple):
-    """The reports of all replicas.
-
-    Attributes:
-        num_failed: number of replicas in which the step failed.
-        num_skipping: number of those that failed only because their pipeline has parameters without a reducer.
-        num_missing: number of replicas with such parameters in this wrapper.
-        marks: the sums of `DataParallel.marks`.
-        again: whether any replica had to average a bucket again.
-    """
-
-    num_failed: int
-    num_skipping: int
-    num_missing: int
-    marks: Sequence[int]
-    again: bool
-
-
 class Average:
     """The average of one step.
 
@@ -93,6 +75,14 @@ class Average:
 
     Attributes:
         error: what the user's communication hook raised after its collective, if anything.
+
+    By `finish`, from the reports of all replicas:
+
+        num_failed: number of replicas in which the step failed.
+        num_skipping: number of those that failed only because their pipeline has parameters without a reducer.
+        num_missing: number of replicas with such parameters in this wrapper.
+        marks: the sums of `DataParallel.marks`.
+        again: whether any replica had to average a bucket again.
     """
 
     def __init__(self, wrapper: Any, in_place: Callable[[nn.Parameter], nn.Parameter]) -> None:
@@ -213,26 +203,26 @@ class Average:
             for (grad, version), (before, old) in zip(now, self._used[number], strict=True)
         )
 
-    def finish(self, wait: Callable[[Any], Any]) -> ReplicaReports:
-        """Copy the averages into ``.grad``.
+    def finish(self, wait: Callable[[Any], Any]) -> None:
+        """Read the reports, and copy the averages into ``.grad``.
 
         Args:
             wait: returns a future's value.
         """
         wait(self._reported)
-        num_failed, num_skipping, num_missing, *rest = self.status.tolist()
-        marks, flags = rest[:3], rest[3:]
+        self.num_failed, self.num_skipping, self.num_missing, *rest = self.status.tolist()
+        self.marks, flags = rest[:3], rest[3:]
         again, used = flags[: len(self.buckets)], flags[len(self.buckets) :]
+        self.again = any(again)
         averages: list[torch.Tensor] = []
         for number, repeat in enumerate(again if self.error is None else ()):
-            averages += self._average(number, wait, repeat=bool(repeat) and not num_failed)
+            averages += self._average(number, wait, repeat=bool(repeat) and not self.num_failed)
         parameters = [parameter for each in self.parameters for parameter in each]
         with torch.no_grad():
             for parameter, average, count in zip(parameters, averages, used, strict=self.error is None):
                 if count:
                     parameter.grad = zero_grad_of(parameter) if parameter.grad is None else parameter.grad
                     parameter.grad.copy_(average)
-        return ReplicaReports(num_failed, num_skipping, num_missing, marks, any(again))
 
     def _average(self, number: int, wait: Callable[[Any], Any], *, repeat: bool) -> Sequence[torch.Tensor]:
         bucket = self.buckets[number]
@@ -354,8 +344,7 @@ class Replicated(DataParallel):
         self.num_replicas = max(group.size() for group in self.groups)
         self.description = f"in DistributedDataParallel over {self.num_replicas} replicas"
         self._set: list[dict[str, bool]] = []
-        self._reduces = False
-        self._begun = self._took_part = False
+        self._took_part = False
         self._early: Average | None = None
         self._running: list[Average] = []
         self._skips = False
@@ -410,8 +399,8 @@ class Replicated(DataParallel):
 
     def begin(self, reduces: bool, num_microbatches: int) -> None:
         """Disable the wrapper's hooks."""
-        self._reduces, self.num_microbatches = reduces, num_microbatches
-        self._begun = self._took_part = self._skips = False
+        super().begin(reduces, num_microbatches)
+        self._took_part = self._skips = False
         self._set = [
             {name: vars(w)[name] for name in torch_private.NOT_REDUCING if name in vars(w)} for w in self.wrappers
         ]
@@ -458,16 +447,11 @@ class Replicated(DataParallel):
         """Wait for the averages, and copy them into ``.grad``."""
         running, self._running = self._running, []
         try:
-            if self._begun and not self._took_part:
-                cause = f"this replica of stage {self.stage} could not reduce its gradients: {failure or 'it failed'}"
-                raise FailureError(Failure(None, cause, is_fatal=True))
+            failure = self._end_hooks(running, failure, deadline)
             for average in running:
-                average.end_hooks(lambda future: wait_for(future, deadline, self.why_late))
-            own = next((cause_text(average.error) for average in running if average.error is not None), None)
-            failure = own if failure is None else failure
-            ends = [average.finish(partial(self._wait, average.wrapper, deadline)) for average in running]
-            num_failed = max((end.num_failed for end in ends), default=0)
-            num_skipping = max((end.num_skipping for end in ends), default=0)
+                average.finish(partial(self._wait, average.wrapper, deadline))
+            num_failed = max((average.num_failed for average in running), default=0)
+            num_skipping = max((average.num_skipping for average in running), default=0)
             cause = f"the step failed in {num_failed} of {self.num_replicas} replicas of this stage"
             if num_failed and not num_skipping:
                 cause = self.explained(cause, failure, deadline)
@@ -478,8 +462,8 @@ class Replicated(DataParallel):
         finally:
             self._restore([average.wrapper for average in running])
         # equal on every replica
-        self._starts_early &= not any(end.again for end in ends)
-        self._missing = {average.wrapper: end.num_missing for average, end in zip(running, ends, strict=True)}
+        self._starts_early &= not any(average.again for average in running)
+        self._missing = {average.wrapper: average.num_missing for average in running}
         self._raise_own(running)
         if failure is not None:
             return
@@ -490,9 +474,19 @@ class Replicated(DataParallel):
             )
             raise FailureError(Failure(None, cause))
         if not num_failed:
-            cause = next(filter(None, (self.why_not_same(*end.marks) for end in ends)), "")
+            cause = next(filter(None, (self.why_not_same(*average.marks) for average in running)), "")
         if cause:
             raise FailureError(Failure(None, cause))
+
+    def _end_hooks(self, running: Sequence[Average], failure: str | None, deadline: float) -> str | None:
+        """Wait for users' communication hooks; returns where and why the step has failed here by now, if it has."""
+        if self._begun and not self._took_part:
+            cause = f"this replica of stage {self.stage} could not reduce its gradients: {failure or 'it failed'}"
+            raise FailureError(Failure(None, cause, is_fatal=True))
+        for average in running:
+            average.end_hooks(lambda future: wait_for(future, deadline, self.why_late))
+        own = next((cause_text(average.error) for average in running if average.error is not None), None)
+        return own if failure is None else failure
 
     def _wait(self, wrapper: DistributedDataParallel, deadline: float, future: Any) -> Any:
         return self.wait(future, deadline, wrapper.process_group)

@@ -64,8 +64,6 @@ class Sharded(DataParallel):
         self.description = f"sharded by fully_shard over {self.num_replicas} replicas"
         self._flags: list[tuple[Any, dict[str, Any]]] = []
         self._last: list[tuple[Any, bool]] = []
-        self._reduces = False
-        self._begun = False
         self._known = {module: set(parameters_of(module)) for module in self._inner()}
 
     def _inner(self) -> list[nn.Module]:
@@ -104,8 +102,7 @@ class Sharded(DataParallel):
 
     def begin(self, reduces: bool, num_microbatches: int) -> None:
         """Mark no backward as the last one, and reshard only when the schedule says so."""
-        self._reduces, self.num_microbatches = reduces, num_microbatches
-        self._begun = False
+        super().begin(reduces, num_microbatches)
         self._last = [(context, context.is_last_backward) for context in map(torch_private.fsdp_context, self._roots())]
         self._flags = [(group, {name: getattr(group, name) for name in _HELD_BACK}) for group in self._groups]
         for context, _ in self._last:

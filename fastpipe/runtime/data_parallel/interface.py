@@ -86,6 +86,7 @@ class DataParallel(ABC):
     description: str
     whole_gradients: ClassVar[bool]
     num_microbatches = 0
+    _reduces = _begun = False
 
     def marks(self) -> list[int]:
         """Numbers whose sums over the replicas tell whether all have the same `num_microbatches`."""
@@ -182,7 +183,7 @@ class DataParallel(ABC):
         """
         return False
 
-    def check_covers(self, module: nn.Module, stage: int) -> None:
+    def check_covers(self, module: nn.Module) -> None:
         """Refuse parameters outside of the wrapped modules, which would not be averaged."""
         wrapped = set(self.wrapped)
         if module in wrapped or self.num_replicas == 1:
@@ -199,8 +200,8 @@ class DataParallel(ABC):
             pending += [(name, child) for name, child in children if child not in wrapped]
         if found:
             raise ValueError(
-                f"stages: stage {stage} is {self.description}, but not its {listed(found)}, whose gradients would not "
-                "be averaged over the replicas; wrap them too, or the stage as a whole"
+                f"stages: stage {self.stage} is {self.description}, but not its {listed(found)}, whose gradients would "
+                "not be averaged over the replicas; wrap them too, or the stage as a whole"
             )
 
     @abstractmethod
@@ -211,6 +212,7 @@ class DataParallel(ABC):
             reduces: whether this step reduces gradients; False where steps accumulate.
             num_microbatches: must be the same in all replicas.
         """
+        self._reduces, self.num_microbatches, self._begun = reduces, num_microbatches, False
 
     @abstractmethod
     def unshard(self) -> None:

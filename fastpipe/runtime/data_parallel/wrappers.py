@@ -35,7 +35,7 @@ def find_data_parallel(module: nn.Module, stage: int) -> DataParallel | None:
     if not sharded and not replicated:
         return None
     found: DataParallel = Sharded(sharded, stage) if sharded else Replicated(replicated, stage)
-    found.check_covers(module, stage)
+    found.check_covers(module)
     return found
 
 

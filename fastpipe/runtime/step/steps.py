@@ -105,7 +105,7 @@ def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
     found = []
     for stage in stages:
         if stage.parallel is not None:
-            stage.parallel.check_covers(stage.module, stage.index)
+            stage.parallel.check_covers(stage.module)
             found.append(stage.parallel.unreduced())
     for stage in stages:
         names = [name for name, p in stage.module.named_parameters() if p.requires_grad] if stage.bare else []
