@@ -18,10 +18,7 @@ from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts, Plan
 from fastpipe.runtime.arguments import (
     Arguments,
-    BatchArguments,
-    ExecutionArguments,
     ModelArguments,
-    ScheduleArguments,
 )
 from fastpipe.runtime.common import ForkGuard
 from fastpipe.runtime.construction import (
@@ -207,45 +204,7 @@ class Pipeline:
         warn_after: float | None = None,
         audit: float | None = None,
     ) -> None:
-        arguments = Arguments(
-            ModelArguments(
-                stages=stages,
-                partition=partition,
-                example=example,
-                tied=tied,
-                recompute=recompute,
-                grad_dtype=grad_dtype,
-                fused_weight_grad=fused_weight_grad,
-                data_parallel=data_parallel,
-                device=device,
-                cache_carried=cache_carried,
-            ),
-            ScheduleArguments(
-                schedule=schedule,
-                num_microbatches=num_microbatches,
-                num_ranks=num_ranks,
-                stages_per_rank=stages_per_rank,
-                schedule_options=schedule_options,
-                stage_to_rank=stage_to_rank,
-                recv_lookahead=recv_lookahead,
-            ),
-            BatchArguments(
-                loss_fn=loss_fn, loss_reduction=loss_reduction, metrics=metrics, split=split, merge=merge, rng=rng
-            ),
-            ExecutionArguments(
-                executor=executor,
-                transport=transport,
-                timeout=timeout,
-                group=group,
-                mesh=mesh,
-                overlap=overlap,
-                forward_context=forward_context,
-                backward_context=backward_context,
-                cuda_graph=cuda_graph,
-                warn_after=warn_after,
-                audit=audit,
-            ),
-        )
+        arguments = Arguments.of(locals())
         world = find_world(arguments)
         with building(world.control) as undo:
             request = agree_on_request(arguments, world)
