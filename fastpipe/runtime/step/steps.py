@@ -192,7 +192,7 @@ class Steps:
     ) -> None:
         self.batch = batch
         self.device = device
-        self._cores = cores
+        self.cores = cores
         self.programs = programs
         self.ranks = ranks
         self.control = control
@@ -220,7 +220,7 @@ class Steps:
 
     def run(self, request: Request, trace: bool) -> StepResult:
         """One step; see `Pipeline.step` and `Pipeline.eval_step`."""
-        with self._calls.entered(), self._interrupts.deferred(), self._cores.kept():
+        with self._calls.entered(), self._interrupts.deferred(), self.cores.kept():
             return self._run(request, trace)
 
     def _run(self, request: Request, trace: bool) -> StepResult:
