@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline, StepError
+from fastpipe.runtime.common import torch_private
 from tests.conftest import executors_in_turn
 from tests.distributed.meshes import (
     LAYERS,
@@ -119,7 +120,7 @@ def test_a_failure_after_the_program_reaches_all_replicas(group_of: GroupOf) -> 
 
 
 def with_hook(when: str, check: Callable[[], None]) -> Callable[[nn.Module, Any], nn.Module]:
-    """DistributedDataParallel whose communication hook checks something before its collective, or after it."""
+    """DistributedDataParallel whose communication hook checks something instead of its collective, or after it."""
 
     def wrap(module: nn.Module, over: Any) -> nn.Module:
         def average(future: Any) -> torch.Tensor:
@@ -128,7 +129,7 @@ def with_hook(when: str, check: Callable[[], None]) -> Callable[[nn.Module, Any]
             return averaged
 
         def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            if when == "before":
+            if when == "out of step":
                 check()
             work = dist.all_reduce(bucket.buffer(), group=over.get_group(), async_op=True)
             return work.get_future().then(average)
@@ -141,8 +142,8 @@ def with_hook(when: str, check: Callable[[], None]) -> Callable[[nn.Module, Any]
 
 
 def check_while_reducing(group: Any, when: str, check: Callable[[], None]) -> None:
-    """The same with a group of parameters of fully_shard."""
-    name = "_wait_for_post_backward" if when == "before" else "post_backward"
+    """The same with a group of parameters of fully_shard, before the collective or after it."""
+    name = "post_backward" if when == "after" else "_wait_for_post_backward"
     function = getattr(group, name)
 
     def reduce(*args: Any) -> None:
@@ -151,6 +152,11 @@ def check_while_reducing(group: Any, when: str, check: Callable[[], None]) -> No
             check()
 
     setattr(group, name, reduce)
+
+
+def no_memory(group: Any, processes: Any, num_begun: int) -> None:
+    if processes is not None:
+        raise RuntimeError("no memory for zeros either")
 
 
 def fails_while_reducing(wrap: str, when: str, executor: str) -> tuple[str, str]:
@@ -162,11 +168,16 @@ def fails_while_reducing(wrap: str, when: str, executor: str) -> tuple[str, str]
         if fails[0]:
             raise RuntimeError("on purpose")
 
-    pipe = build(with_hook(when, check) if wrap == "ddp" else "fsdp", "zbv", executor, over, timeout=20.0)
+    # one stage where a collective is left out: the other one's would meet others in the same group
+    schedule = "zbv" if when in ("before", "after") else "1f1b"
+    pipe = build(with_hook(when, check) if wrap == "ddp" else "fsdp", schedule, executor, over, timeout=20.0)
     if wrap == "fsdp":
         check_while_reducing(pipe._steps.stages[0].parallel._groups[1], when, check)  # type: ignore[union-attr]
-    found = caught(lambda: step(pipe, 0, replica))[:2]
-    if wrap == "ddp" and when == "before":
+    with pytest.MonkeyPatch.context() as patches:
+        if when == "twice":
+            patches.setattr(torch_private, "join_fsdp_collective", no_memory)
+        found = caught(lambda: step(pipe, 0, replica))[:2]
+    if when in ("out of step", "twice"):
         return found
     fails[0] = False
     for parameter in pipe.parameters():
@@ -185,12 +196,15 @@ def test_an_error_while_reducing_is_not_a_lost_replica(wrap: str, when: str, exe
     assert other == "StepError" and re.search("the step failed in .* replicas.*on purpose", text), text
 
 
-def test_a_hook_that_raises_before_its_collective_ends_the_pipelines() -> None:
+@pytest.mark.parametrize(
+    ("wrap", "when", "why"), [("ddp", "out of step", "on purpose"), ("fsdp", "twice", "no memory")]
+)
+def test_a_replica_that_leaves_out_a_collective_ends_the_pipelines(wrap: str, when: str, why: str) -> None:
     """The replicas are not in step, and the other one is unblocked at once."""
     with ranks(2) as group:
-        (kind, own), (other, text) = group.run(fails_while_reducing, "ddp", "before", "auto")
-    assert kind == other == "StepError"
-    assert "on purpose" in own and "has exited" not in own and "the pipeline is closed" in own
+        (kind, own), (other, text) = group.run(fails_while_reducing, wrap, when, "auto")
+    assert kind == other == "StepError", (own, text)
+    assert why in own and "has exited" not in own and "the pipeline is closed" in own
     assert "process 0 has exited, or has closed its connections after a failure" in text
 
 

@@ -143,11 +143,37 @@ class Sharded(DataParallel):
         try:
             with contextlib.ExitStack() as stack:
                 for group, flags in self._flags:
-                    stack.callback(_reduce, group, flags, failed)
+                    stack.callback(self._reduce, group, flags, failed)
         except RuntimeError as error:
             if len(self.groups) == 1 and raised_by_collective(error):  # of several it is not known which
                 self.lose(self.groups[0], error)
             raise
+
+    def _reduce(self, group: Any, flags: Mapping[str, Any], failed: bool) -> None:
+        before = torch_private.fsdp_collectives(group)
+        try:
+            group.wait_for_unshard()
+            _set(group, flags)
+            if failed:
+                _complete(group)
+            group.post_backward()
+        except Exception as error:  # raised again
+            # the other replicas wait; if the mesh's first dimension has lost one, those of the second wait all the same
+            reduces, averages = flags["reduce_grads"], flags["all_reduce_grads"]
+            joins = reduces and not raised_by_collective(error), reduces and averages
+            for (processes, num_begun), is_joined in zip(before, joins, strict=True):
+                if is_joined:
+                    self._join(group, processes, num_begun)
+            raise
+
+    def _join(self, group: Any, processes: Any, num_begun: int) -> None:
+        try:
+            torch_private.join_fsdp_collective(group, processes, num_begun)
+        except RuntimeError as error:
+            if raised_by_collective(error):
+                self.lose(processes, error)
+            else:
+                self.broken[processes] = f"this replica could not reduce its gradients: {cause_text(error)}"
 
     def finish(self, failure: str | None, deadline: float) -> None:
         """Wait for the shards' gradients, and leave the parameters sharded, as between steps."""
@@ -228,25 +254,6 @@ class Sharded(DataParallel):
                 setattr(owner, name, value)
 
         return put_back
-
-
-def _reduce(group: Any, flags: Mapping[str, Any], failed: bool) -> None:
-    before = torch_private.fsdp_collectives(group)
-    try:
-        group.wait_for_unshard()
-        _set(group, flags)
-        if failed:
-            _complete(group)
-        group.post_backward()
-    except Exception as error:  # raised again
-        # the other replicas wait; if the mesh's first dimension has lost one, those of the second wait all the same
-        reduces, averages = flags["reduce_grads"], flags["all_reduce_grads"]
-        joins = reduces and not raised_by_collective(error), reduces and averages
-        for (processes, num_begun), is_joined in zip(before, joins, strict=True):
-            with contextlib.suppress(RuntimeError):
-                if is_joined:
-                    torch_private.join_fsdp_collective(group, processes, num_begun)
-        raise
 
 
 def _complete(group: Any) -> None:
