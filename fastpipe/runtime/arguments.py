@@ -9,10 +9,11 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fastpipe.hardware_queues import queues_in_force
 from fastpipe.machine import Lanes
@@ -192,13 +193,14 @@ class ExecutionArguments:
         return float(seconds)
 
     def pipeline_group(self) -> Any:
-        """The pipeline's processes: ``group``, or dimension ``"pp"`` of the mesh; None for all.
+        """The pipeline's processes: ``group``, or that of dimension ``"pp"`` of the mesh; None for all.
 
         Raises:
+            TypeError: for a group of another type.
             ValueError: for a mesh without that dimension or in another order, or together with a group.
         """
         if self.mesh is None:
-            return self.group
+            return process_group(self.group, "group", "pp")
         names = getattr(self.mesh, "mesh_dim_names", None)
         if names is None or "pp" not in names:
             found = type(self.mesh).__name__ if not hasattr(self.mesh, "mesh_dim_names") else f"dimensions {names}"
@@ -214,7 +216,7 @@ class ExecutionArguments:
                     f"mesh: along {name!r} its processes are not in ascending order ({self.mesh.mesh.tolist()}), as "
                     "torch numbers the ranks of a group: stages would meet others, checkpoints mix shards; order them"
                 )
-        return self.mesh["pp"]
+        return self.mesh["pp"].get_group()
 
     def other_dimensions(self) -> dict[str, int]:
         """The mesh's dimensions over which stages run collectives of their own, with their sizes: all but ``"pp"`` and
@@ -309,6 +311,12 @@ class Arguments:
     batch: BatchArguments
     execution: ExecutionArguments
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Arguments:
+        """The groups of arguments by name; each group takes its own."""
+        groups: Any = ModelArguments, ScheduleArguments, BatchArguments, ExecutionArguments
+        return cls(*(group(**{field.name: given[field.name] for field in fields(group)}) for group in groups))
+
     def check(self) -> None:
         """Check what does not depend on the model.
 
@@ -346,6 +354,31 @@ class Arguments:
             # pairs that take turns start collectives in another order
             values |= {"overlap": self.execution.overlap}
         return values
+
+
+def process_group(given: Any, argument: str, dimension: str) -> Any:
+    """A process group that a user gives, or that of a DeviceMesh of one dimension; None stays None.
+
+    Args:
+        argument: the name of what was given.
+        dimension: an example of a mesh's dimension.
+
+    Raises:
+        TypeError: for another type.
+        ValueError: for a mesh of several dimensions.
+    """
+    if given is None or isinstance(given, dist.ProcessGroup):
+        return given
+    if not hasattr(given, "mesh_dim_names"):
+        raise TypeError(
+            f"{argument} is a {type(given).__name__}: give a process group that this process is in, or a DeviceMesh of "
+            f"one dimension, for example mesh[{dimension!r}]"
+        )
+    if given.ndim != 1:
+        raise ValueError(
+            f"{argument}: the DeviceMesh has {given.ndim} dimensions; give one of them, for example mesh[{dimension!r}]"
+        )
+    return given.get_group()
 
 
 def _text(value: Any) -> str:

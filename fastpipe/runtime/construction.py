@@ -23,7 +23,7 @@ from fastpipe._version import __version__
 from fastpipe.hardware_queues import VARIABLE, queues_text, why_too_few
 from fastpipe.placement import Placement
 from fastpipe.runtime import native
-from fastpipe.runtime.arguments import Arguments, ModelArguments
+from fastpipe.runtime.arguments import Arguments, ModelArguments, process_group
 from fastpipe.runtime.common import FailureError, attended, on_meta, set_grad_dtype, wants_streams
 from fastpipe.runtime.coordination import (
     Control,
@@ -371,7 +371,7 @@ def _replicated(modules: Mapping[int, nn.Module], group: Any, on_meta: Sequence[
             "apply fully_shard to the layers instead, or give stages as a function stage_index -> module, which makes "
             "only this process's stages, with memory"
         )
-    return replicate(modules, group)
+    return replicate(modules, process_group(group, "data_parallel", "dp"))
 
 
 def _make_stage(

@@ -6,44 +6,61 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from fastpipe.hardware_queues import VARIABLE, queues_text
 from fastpipe.program import Op, Program
+from fastpipe.runtime.arguments import ExecutionArguments
 from fastpipe.runtime.common import listed
+from fastpipe.runtime.construction import LocalStages
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.model import NONE, Tie, state_prefix
+from fastpipe.runtime.model import NONE, state_prefix
 from fastpipe.runtime.native import native_status
-from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, PairCounts, PairPolicy, RngUsage, Stage
-from fastpipe.runtime.transport import Transport
-from fastpipe.schedule import Schedule
+from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, RngUsage, Stage
+from fastpipe.runtime.step import Steps
 
 
 def describe(
-    schedule: Schedule,
-    program: Program,
-    ranks: Mapping[int, Sequence[int]],
-    executor: str,
-    transport: Transport,
-    stages: Sequence[Stage],
-    seed: int | None,
-    ties: Sequence[Tie],
-    cut: str,
+    steps: Steps, local: LocalStages, execution: ExecutionArguments, seed: int | None, num_microbatches: int
 ) -> str:
     """The schedule, the local stages, their execution, and warnings."""
+    with steps.copies.in_place():
+        lines = _stages_lines(steps, local, seed, num_microbatches)
+    if (queues := steps.programs.queues) is not None:
+        lines.append(f"queues      proved for {queues_text(queues)} ({VARIABLE})")
+    if where := str(steps.cores):
+        lines.append(f"cores       {where}")
+    if steps.unfilled is not None:
+        lines.append("meta        stages are built on the meta device: to_empty or load them before the first step")
+    if steps.control.remark:
+        lines.append(f"control     {steps.control.remark}")
+    if execution.audit is not None:
+        lines.append(f"audit       {steps.audit or 'no: the device may not compute the same bits twice'}")
+    if execution.cuda_graph:
+        lines.append(f"cuda graph  {steps.ranks.recording_text()}")
+    if steps.programs.has_pairs(num_microbatches) or steps.ranks.pair_counts().total:
+        program = steps.programs.program(num_microbatches, forward_only=False)
+        lines.append(f"pairs       {pairs_text(steps, program, local.by_rank)}")
+    return "\n".join(lines)
+
+
+def _stages_lines(steps: Steps, local: LocalStages, seed: int | None, num_microbatches: int) -> list[str]:
+    schedule, stages = steps.programs.schedule(num_microbatches), local.stages
+    program = steps.programs.program(num_microbatches, forward_only=False)
     options = ", ".join(f"{name}={value}" for name, value in schedule.options.items())
     name = f"{schedule.name} ({options})" if options else schedule.name
-    held = "; ".join(f"rank {rank}: {', '.join(map(str, stages))}" for rank, stages in ranks.items())
+    held = "; ".join(f"rank {rank}: {', '.join(map(str, stages))}" for rank, stages in local.by_rank.items())
     lines = [
         f"schedule    {name}, {schedule.num_microbatches} microbatches",
         f"ranks       {schedule.num_ranks}, {schedule.num_stages} stages, placement {schedule.placement.name}",
-        *([f"partition   {cut}"] if cut else []),
+        *([f"partition   {local.cut}"] if local.cut else []),
         f"stages here {held}",
-        f"executor    {executor}; {native_status()}",
-        f"transport   {transport.describe()}",
+        f"executor    {steps.ranks.executor.__name__}; {native_status()}",
+        f"transport   {steps.ranks.transport.describe()}",
         "buffers     "
-        + "; ".join(f"rank {r}: {program[r].num_slots} slots, {program[r].num_sends} sends" for r in ranks),
+        + "; ".join(f"rank {r}: {program[r].num_slots} slots, {program[r].num_sends} sends" for r in local.by_rank),
     ]
     if schedule.placement.num_routes > 1:
         lines.append("copies      " + copies_text(stages))
-    lines += [f"tied        {' = '.join(tie.names)} (stages {tie.stages})" for tie in ties]
+    lines += [f"tied        {' = '.join(tie.names)} (stages {tie.stages})" for tie in local.ties]
     if seed is not None:
         lines.append(
             f"random      a random state for every stage and microbatch, from seed {seed} and the number of the step"
@@ -54,7 +71,7 @@ def describe(
         lines.append("carried     once to each rank; gradients are summed on a rank, latest stage first")
     if schedule.splits_backward:
         lines.append("backward    " + split_text(stages))
-    return "\n".join(lines)
+    return lines
 
 
 def copies_text(stages: Sequence[Stage]) -> str:
@@ -111,19 +128,9 @@ def split_text(stages: Sequence[Stage]) -> str:
     )
 
 
-def pairs_text(
-    policy: PairPolicy,
-    program: Program,
-    ranks: Mapping[int, Mapping[int, Stage]],
-    counts: PairCounts,
-    usage: RngUsage | None,
-) -> str:
-    """How pairs of a forward and a backward run, and which always run in order.
-
-    Args:
-        counts: of the pairs that ran so far, by kind.
-        usage: of random numbers, in steps with pairs; None before the first one.
-    """
+def pairs_text(steps: Steps, program: Program, ranks: Mapping[int, Mapping[int, Stage]]) -> str:
+    """How pairs of a forward and a backward run, and which always run in order."""
+    policy, counts, usage = steps.ranks.pairs, steps.ranks.pair_counts(), steps.random.in_pairs()
     stages = [stage for held in ranks.values() for stage in held.values()]
     pairs = {pair for rank in ranks for pair in _pairs_in(program, rank)}
     text = f"{policy.way} ({policy.reason})"

@@ -13,15 +13,11 @@ import torch
 from torch import nn
 
 from fastpipe.cost import CostModel
-from fastpipe.hardware_queues import VARIABLE, queues_text
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts, Plan
 from fastpipe.runtime.arguments import (
     Arguments,
-    BatchArguments,
-    ExecutionArguments,
     ModelArguments,
-    ScheduleArguments,
 )
 from fastpipe.runtime.common import ForkGuard
 from fastpipe.runtime.construction import (
@@ -36,7 +32,7 @@ from fastpipe.runtime.construction import (
 )
 from fastpipe.runtime.coordination import Control, Reply, building
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.describe import describe, pairs_text
+from fastpipe.runtime.describe import describe
 from fastpipe.runtime.model import (
     NONE,
     NamedParameter,
@@ -207,45 +203,7 @@ class Pipeline:
         warn_after: float | None = None,
         audit: float | None = None,
     ) -> None:
-        arguments = Arguments(
-            ModelArguments(
-                stages=stages,
-                partition=partition,
-                example=example,
-                tied=tied,
-                recompute=recompute,
-                grad_dtype=grad_dtype,
-                fused_weight_grad=fused_weight_grad,
-                data_parallel=data_parallel,
-                device=device,
-                cache_carried=cache_carried,
-            ),
-            ScheduleArguments(
-                schedule=schedule,
-                num_microbatches=num_microbatches,
-                num_ranks=num_ranks,
-                stages_per_rank=stages_per_rank,
-                schedule_options=schedule_options,
-                stage_to_rank=stage_to_rank,
-                recv_lookahead=recv_lookahead,
-            ),
-            BatchArguments(
-                loss_fn=loss_fn, loss_reduction=loss_reduction, metrics=metrics, split=split, merge=merge, rng=rng
-            ),
-            ExecutionArguments(
-                executor=executor,
-                transport=transport,
-                timeout=timeout,
-                group=group,
-                mesh=mesh,
-                overlap=overlap,
-                forward_context=forward_context,
-                backward_context=backward_context,
-                cuda_graph=cuda_graph,
-                warn_after=warn_after,
-                audit=audit,
-            ),
-        )
+        arguments = Arguments.of(locals())
         world = find_world(arguments)
         with building(world.control) as undo:
             request = agree_on_request(arguments, world)
@@ -657,29 +615,8 @@ class Pipeline:
 
     def describe(self) -> str:
         """A description of the pipeline in a few lines: schedule, placement, executor, transport and options."""
-        steps = self._steps
-        program = self._programs.program(self.num_microbatches, forward_only=False)
-        ranks = {rank: list(stages) for rank, stages in self._local.by_rank.items()}
-        name, seed, cut = self._executor.__name__, self._build.seed, self._local.cut
-        with steps.copies.in_place():
-            text = describe(self.schedule, program, ranks, name, self.transport, self._stages, seed, self._ties, cut)
-        if self._programs.queues is not None:
-            text += f"\nqueues      proved for {queues_text(self._programs.queues)} ({VARIABLE})"
-        if where := str(self._world.cores):
-            text += f"\ncores       {where}"
-        if steps.unfilled is not None:
-            text += "\nmeta        stages are built on the meta device: to_empty or load them before the first step"
-        if self._world.control.remark:
-            text += f"\ncontrol     {self._world.control.remark}"
-        if self._arguments.execution.audit is not None:
-            text += f"\naudit       {steps.audit or 'no: the device may not compute the same bits twice'}"
-        if self._arguments.execution.cuda_graph:
-            text += f"\ncuda graph  {steps.ranks.recording_text()}"
-        counts = steps.ranks.pair_counts()
-        if not self._programs.has_pairs(self.num_microbatches) and not counts.total:
-            return text
-        usage = steps.random.in_pairs()
-        return f"{text}\npairs       {pairs_text(steps.ranks.pairs, program, self._local.by_rank, counts, usage)}"
+        execution, seed = self._arguments.execution, self._build.seed
+        return describe(self._steps, self._local, execution, seed, self.num_microbatches)
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"

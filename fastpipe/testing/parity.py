@@ -289,7 +289,7 @@ class _Check:
         gathering = GradNorms()
         timeout = self.pipe._steps.ranks.timeout
         values, _ = gathering.gather(all_gather, "check_parity, norms", self._held(), lambda: (2.0, {}), timeout)
-        norms, norm = gathering.merged.norms, gathering.merged.total(values, 2.0, self.pipe.device)
+        norms, norm = gathering.norms, gathering.total(values, 2.0, self.pipe.device)
         answers = all_gather("check_parity, comparison", lambda: self._compare(result, norms, norm, replies))
         return self._parity(answers, result.loss, norm, any(reply["drew"] for reply in replies))
 

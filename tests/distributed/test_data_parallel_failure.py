@@ -1,14 +1,17 @@
 """A step that fails in one replica: nobody waits for it, all are told, and the next step is right in both."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline, StepError
+from fastpipe.runtime.common import torch_private
 from tests.conftest import executors_in_turn
 from tests.distributed.meshes import (
     LAYERS,
@@ -114,6 +117,95 @@ def test_a_failure_after_the_program_reaches_all_replicas(group_of: GroupOf) -> 
     (kind, own), (other, text) = group_of(2).run(fails_at_the_end_of_the_backward)
     assert kind == other == "StepError" and "on purpose" in own
     assert "the step failed in another of the replicas" in text and "on purpose" in text
+
+
+def with_hook(when: str, check: Callable[[], None]) -> Callable[[nn.Module, Any], nn.Module]:
+    """DistributedDataParallel whose communication hook checks something instead of its collective, or after it."""
+
+    def wrap(module: nn.Module, over: Any) -> nn.Module:
+        def average(future: Any) -> torch.Tensor:
+            check()
+            averaged: torch.Tensor = future.value()[0].div_(2)
+            return averaged
+
+        def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            if when == "out of step":
+                check()
+            work = dist.all_reduce(bucket.buffer(), group=over.get_group(), async_op=True)
+            return work.get_future().then(average)
+
+        wrapped = DistributedDataParallel(module, process_group=over.get_group())
+        wrapped.register_comm_hook(None, hook)
+        return wrapped
+
+    return wrap
+
+
+def check_while_reducing(group: Any, when: str, check: Callable[[], None]) -> None:
+    """The same with a group of parameters of fully_shard, before the collective or after it."""
+    name = "post_backward" if when == "after" else "_wait_for_post_backward"
+    function = getattr(group, name)
+
+    def reduce(*args: Any) -> None:
+        function(*args)
+        if group.reduce_grads:
+            check()
+
+    setattr(group, name, reduce)
+
+
+def no_memory(group: Any, processes: Any, num_begun: int) -> None:
+    if processes is not None:
+        raise RuntimeError("no memory for zeros either")
+
+
+def fails_while_reducing(wrap: str, when: str, executor: str) -> tuple[str, str]:
+    """One replica raises a RuntimeError of its own, as a lack of memory is, before its collective or after it."""
+    over, replica = mesh_and_replica()
+    fails = [replica == 0]
+
+    def check() -> None:
+        if fails[0]:
+            raise RuntimeError("on purpose")
+
+    # one stage where a collective is left out: the other one's would meet others in the same group
+    schedule = "zbv" if when in ("before", "after") else "1f1b"
+    pipe = build(with_hook(when, check) if wrap == "ddp" else "fsdp", schedule, executor, over, timeout=20.0)
+    if wrap == "fsdp":
+        check_while_reducing(pipe._steps.stages[0].parallel._groups[1], when, check)  # type: ignore[union-attr]
+    with pytest.MonkeyPatch.context() as patches:
+        if when == "twice":
+            patches.setattr(torch_private, "join_fsdp_collective", no_memory)
+        found = caught(lambda: step(pipe, 0, replica))[:2]
+    if when in ("out of step", "twice"):
+        return found
+    fails[0] = False
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    reference = Reference(pipe)
+    step(pipe, 1, replica)
+    reference.step(1)
+    assert not (wrong := wrong_gradients(pipe, reference)), wrong
+    return found
+
+
+@executors_in_turn("wrap,when", [("ddp", "after"), ("fsdp", "before"), ("fsdp", "after")])
+def test_an_error_while_reducing_is_not_a_lost_replica(wrap: str, when: str, executor: str, group_of: GroupOf) -> None:
+    (kind, own), (other, text) = group_of(2).run(fails_while_reducing, wrap, when, executor)
+    assert kind == "RuntimeError" and "on purpose" in own, (kind, own)
+    assert other == "StepError" and re.search("the step failed in .* replicas.*on purpose", text), text
+
+
+@pytest.mark.parametrize(
+    ("wrap", "when", "why"), [("ddp", "out of step", "on purpose"), ("fsdp", "twice", "no memory")]
+)
+def test_a_replica_that_leaves_out_a_collective_ends_the_pipelines(wrap: str, when: str, why: str) -> None:
+    """The replicas are not in step, and the other one is unblocked at once."""
+    with ranks(2) as group:
+        (kind, own), (other, text) = group.run(fails_while_reducing, wrap, when, "auto")
+    assert kind == other == "StepError", (own, text)
+    assert why in own and "has exited" not in own and "the pipeline is closed" in own
+    assert "process 0 has exited, or has closed its connections after a failure" in text
 
 
 def only_one_steps(executor: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fastpipe import GradScaler, Pipeline, StepError
 from fastpipe.runtime.stage.stage import Chain
-from fastpipe.runtime.step.clip import GradNorms, Merged, NamedGrad
+from fastpipe.runtime.step.clip import GradNorms, NamedGrad
 from tests.runtime.checks import reference_of, same_bits, train_and_compare, unequal
 from tests.runtime.models import CASES, Block, Case
 
@@ -184,11 +184,13 @@ def test_wrong_arguments(arguments: tuple[Any, ...], text: str) -> None:
 def test_holders_that_differ_are_refused() -> None:
     one = [(0, "a", "float32", False)]
     two = [(0, "b", "float32", True), (1, "c", "float32", False), (0, "a", "float32", False)]
+    gathering = GradNorms()
+    gathering.arrange([one, two])
     with pytest.raises(ValueError, match=" a .*1.5 on rank 0 but 1.25 on rank 1"):
-        Merged([one, two]).values(torch.tensor([1.5, 2.0, 3.0, 1.25]))
-    merged = Merged([two, [*one, (0, "b", "float32", False)]])
-    values = merged.values(torch.tensor([2.0, 3.0, 1.5, 1.5, 2.0]))
-    assert [(norm.name, norm.rank) for norm in merged.norms] == [("a", 0), ("b", 1), ("c", 0)]
+        gathering.values(torch.tensor([1.5, 2.0, 3.0, 1.25]))
+    gathering.arrange([two, [*one, (0, "b", "float32", False)]])
+    values = gathering.values(torch.tensor([2.0, 3.0, 1.5, 1.5, 2.0]))
+    assert [(norm.name, norm.rank) for norm in gathering.norms] == [("a", 0), ("b", 1), ("c", 0)]
     assert values.tolist() == [1.5, 2.0, 3.0]
 
 
@@ -197,7 +199,7 @@ def gathered(grads: Sequence[torch.Tensor], order: float, gathering: GradNorms |
     gathering = gathering or GradNorms()
     held = [NamedGrad(i, str(i), grad) for i, grad in enumerate(grads)]
     values, _ = gathering.gather(lambda call, make: [make()], "clip", held, lambda: (order, {}), 60.0)
-    return gathering.merged.total(values, order, torch.device("cpu"))
+    return gathering.total(values, order, torch.device("cpu"))
 
 
 def test_every_dtype_crosses_exactly() -> None:

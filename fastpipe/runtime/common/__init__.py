@@ -43,7 +43,6 @@ from fastpipe.runtime.common.modules import (
     walked,
     zero_grad_of,
 )
-from fastpipe.runtime.common.process_groups import process_group
 from fastpipe.runtime.common.tensors import (
     Specs,
     Tensors,

@@ -475,15 +475,36 @@ def fsdp_context(root: Any) -> Any:
     return root._state_ctx
 
 
-def join_fsdp_replicas(group: Any) -> None:
-    """Send zeros where `post_backward` of a parameter group averages over a mesh's second dimension."""
-    replicas = getattr(group.mesh_info, "replicate_process_group", None)
+def fsdp_collectives(group: Any) -> list[tuple[Any, int]]:
+    """The process groups in which `post_backward` of a parameter group reduces, in the order of the mesh's dimensions:
+    of the shards, and of their replicas. Each with its number of collectives so far."""
+    names = "shard_process_group", "replicate_process_group"
+    found = [getattr(group.mesh_info, name, None) for name in names]
+    return [(one, _num_collectives(one)) for one in found]
+
+
+def _num_collectives(process_group: Any) -> int:
+    """-1 if there is no such group, or this process has left it."""
+    try:
+        return -1 if process_group is None else int(process_group._get_sequence_number_for_group())
+    except RuntimeError:
+        return -1
+
+
+def join_fsdp_collective(group: Any, process_group: Any, before: int) -> None:
+    """Send zeros in a collective of `post_backward` that has not begun since `fsdp_collectives`, if there is one."""
     trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    if replicas is not None and trained:
-        # the message of the other replicas has the shards of all gradients, with their padding
-        length = sum(p._sharded_param_data.numel() for p in trained)
-        dtype = trained[0].reduce_dtype or trained[0].param_dtype or trained[0].sharded_param.dtype
-        dist.all_reduce(torch.zeros(length, dtype=dtype, device=group.device), group=replicas)
+    if not trained or before < 0 or _num_collectives(process_group) != before:
+        return
+    # the message of the other replicas has the shards of all gradients, with their padding
+    length = sum(p._sharded_param_data.numel() for p in trained)
+    dtype = trained[0].reduce_dtype or trained[0].param_dtype or trained[0].sharded_param.dtype
+    zeros = torch.zeros(length, dtype=dtype, device=group.device)
+    if process_group is getattr(group.mesh_info, "replicate_process_group", None):
+        dist.all_reduce(zeros, group=process_group)
+    elif process_group.size() > 1:
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # as torch names it
+        reduce_scatter(zeros, zeros.repeat(process_group.size()), group=process_group)
 
 
 def end_fsdp_backward(root: Any) -> None:
@@ -644,8 +665,9 @@ PRIVATE = (
     Private(_C10D, "_new_process_group_helper _world GroupName", "groups created by their members only", _GROUPS),
     Private(
         "torch.distributed.ProcessGroup",
-        "get_group_store _register_backend _get_backend _start_coalescing _end_coalescing",
-        "groups that end when they are dropped, and are aborted; two ways in one operation",
+        "get_group_store _register_backend _get_backend _start_coalescing _end_coalescing "
+        "_get_sequence_number_for_group",
+        "groups that end when they are dropped, and are aborted; two ways in one operation; whether a collective began",
         "transports between processes",
     ),
     Private(

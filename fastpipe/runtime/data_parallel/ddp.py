@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fastpipe.runtime.common import (
     Failure,
     FailureError,
+    cause_text,
     grad_dtype_of,
     has_grad_dtype,
     listed,
@@ -38,7 +39,7 @@ from fastpipe.runtime.common import (
     walked,
     zero_grad_of,
 )
-from fastpipe.runtime.data_parallel.interface import DataParallel, same_text
+from fastpipe.runtime.data_parallel.interface import DataParallel, same_text, wait_for
 
 
 class FlatBucket:
@@ -66,29 +67,22 @@ class FlatBucket:
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
 
 
-class ReplicaReports(NamedTuple):
-    """The reports of all replicas.
-
-    Attributes:
-        num_failed: number of replicas in which the step failed.
-        num_skipping: number of those that failed only because their pipeline has parameters without a reducer.
-        num_missing: number of replicas with such parameters in this wrapper.
-        marks: the sums of `DataParallel.marks`.
-        again: whether any replica had to average a bucket again.
-    """
-
-    num_failed: int
-    num_skipping: int
-    num_missing: int
-    marks: Sequence[int]
-    again: bool
-
-
 class Average:
     """The average of one step.
 
     Args:
         in_place: maps a parameter of the reducer to the one in use.
+
+    Attributes:
+        error: what the user's communication hook raised after its collective, if anything.
+
+    By `finish`, from the reports of all replicas:
+
+        num_failed: number of replicas in which the step failed.
+        num_skipping: number of those that failed only because their pipeline has parameters without a reducer.
+        num_missing: number of replicas with such parameters in this wrapper.
+        marks: the sums of `DataParallel.marks`.
+        again: whether any replica had to average a bucket again.
     """
 
     def __init__(self, wrapper: Any, in_place: Callable[[nn.Parameter], nn.Parameter]) -> None:
@@ -98,8 +92,10 @@ class Average:
         self._flat = any(map(has_grad_dtype, wrapper.module.parameters()))
         if self._flat:
             self.buckets = [FlatBucket(parameters) for parameters in self.parameters]
+        self._has_hook = torch_private.has_comm_hook(wrapper)
         # as the reducer: a hook gets unscaled gradients, without a hook they are divided and then summed
-        self.factor = 1.0 if torch_private.has_comm_hook(wrapper) else 1.0 / wrapper.process_group.size()
+        self.factor = 1.0 if self._has_hook else 1.0 / wrapper.process_group.size()
+        self.error: Exception | None = None
         self._futures: list[Any] = []
         self._used: list[list[tuple[torch.Tensor | None, int]]] = []
         self._missing: list[int] = []
@@ -156,8 +152,13 @@ class Average:
             failed: the step failed here: send zeros, which are ignored.
             skips: whether it failed because the pipeline has parameters without a reducer, and whether this wrapper has
                 them.
+
+        Raises:
+            RuntimeError: if a hook has raised before, so that this replica has left out a collective.
         """
         self.unwatch()
+        if len(self._used) > len(self._futures):
+            raise RuntimeError("the communication hook has raised, so the other buckets are not reduced")
         early = len(self._futures)
         while len(self._futures) < len(self.buckets):
             self._start(failed=failed)
@@ -166,7 +167,27 @@ class Average:
         device = self.buckets[0].buffer().device
         status = [int(failed), *map(int, skips), *marks, *again, *used]
         self.status = torch.tensor(status, dtype=torch.int64, device=device)
+        if not self._has_hook:
+            self._report()
+
+    def _report(self) -> None:
         self._reported = dist.all_reduce(self.status, group=self.wrapper.process_group, async_op=True).get_future()
+
+    def end_hooks(self, wait: Callable[[Any], Any]) -> None:
+        """Wait for the averages of a user's hook, if there is one, and report an error of it to the other replicas.
+
+        Only the report shows whether a replica is lost, or whether the hook raised for another reason.
+        """
+        if not self._has_hook:
+            return
+        for future in self._futures:
+            try:
+                wait(future)
+            except FailureError:
+                raise
+            except Exception as error:  # raised by `Replicated.finish`
+                self.error, self.status[0] = error, 1
+        self._report()
 
     def unwatch(self) -> None:
         """Remove the hooks."""
@@ -182,26 +203,26 @@ class Average:
             for (grad, version), (before, old) in zip(now, self._used[number], strict=True)
         )
 
-    def finish(self, wait: Callable[[Any], Any]) -> ReplicaReports:
-        """Copy the averages into ``.grad``.
+    def finish(self, wait: Callable[[Any], Any]) -> None:
+        """Read the reports, and copy the averages into ``.grad``.
 
         Args:
             wait: returns a future's value.
         """
         wait(self._reported)
-        num_failed, num_skipping, num_missing, *rest = self.status.tolist()
-        marks, flags = rest[:3], rest[3:]
+        self.num_failed, self.num_skipping, self.num_missing, *rest = self.status.tolist()
+        self.marks, flags = rest[:3], rest[3:]
         again, used = flags[: len(self.buckets)], flags[len(self.buckets) :]
+        self.again = any(again)
         averages: list[torch.Tensor] = []
-        for number, repeat in enumerate(again):
-            averages += self._average(number, wait, repeat=bool(repeat))
+        for number, repeat in enumerate(again if self.error is None else ()):
+            averages += self._average(number, wait, repeat=bool(repeat) and not self.num_failed)
         parameters = [parameter for each in self.parameters for parameter in each]
         with torch.no_grad():
-            for parameter, average, count in zip(parameters, averages, used, strict=True):
+            for parameter, average, count in zip(parameters, averages, used, strict=self.error is None):
                 if count:
                     parameter.grad = zero_grad_of(parameter) if parameter.grad is None else parameter.grad
                     parameter.grad.copy_(average)
-        return ReplicaReports(num_failed, num_skipping, num_missing, marks, any(again))
 
     def _average(self, number: int, wait: Callable[[Any], Any], *, repeat: bool) -> Sequence[torch.Tensor]:
         bucket = self.buckets[number]
@@ -323,8 +344,7 @@ class Replicated(DataParallel):
         self.num_replicas = max(group.size() for group in self.groups)
         self.description = f"in DistributedDataParallel over {self.num_replicas} replicas"
         self._set: list[dict[str, bool]] = []
-        self._reduces = False
-        self._begun = False
+        self._took_part = False
         self._early: Average | None = None
         self._running: list[Average] = []
         self._skips = False
@@ -379,8 +399,8 @@ class Replicated(DataParallel):
 
     def begin(self, reduces: bool, num_microbatches: int) -> None:
         """Disable the wrapper's hooks."""
-        self._reduces, self.num_microbatches = reduces, num_microbatches
-        self._begun = self._skips = False
+        super().begin(reduces, num_microbatches)
+        self._took_part = self._skips = False
         self._set = [
             {name: vars(w)[name] for name in torch_private.NOT_REDUCING if name in vars(w)} for w in self.wrappers
         ]
@@ -418,6 +438,7 @@ class Replicated(DataParallel):
                 skips = self._skips, self._skips and bool(self._reduced[wrapper].unreduced())
                 average.complete(failed, skips, self.marks())
                 self._running.append(average)
+        self._took_part = True
 
     def _average(self, wrapper: DistributedDataParallel) -> Average:
         return Average(wrapper, self._reduced[wrapper].in_place)
@@ -426,22 +447,24 @@ class Replicated(DataParallel):
         """Wait for the averages, and copy them into ``.grad``."""
         running, self._running = self._running, []
         try:
-            ends = [average.finish(lambda future: self.wait(future, deadline)) for average in running]
-            num_failed = max((end.num_failed for end in ends), default=0)
-            num_skipping = max((end.num_skipping for end in ends), default=0)
+            failure = self._end_hooks(running, failure, deadline)
+            for average in running:
+                average.finish(partial(self._wait, average.wrapper, deadline))
+            num_failed = max((average.num_failed for average in running), default=0)
+            num_skipping = max((average.num_skipping for average in running), default=0)
             cause = f"the step failed in {num_failed} of {self.num_replicas} replicas of this stage"
             if num_failed and not num_skipping:
                 cause = self.explained(cause, failure, deadline)
-        except FailureError:
+        except FailureError as error:
+            if error.failure.is_fatal:  # replicas wait in the groups of the other wrappers, too
+                self.broken = dict.fromkeys(self.groups, error.failure.cause)
             raise
-        except RuntimeError as error:
-            cause = "; ".join([self.lost_in(group, error) for group in self.groups])
-            raise FailureError(Failure(None, cause, is_fatal=True)) from error
         finally:
             self._restore([average.wrapper for average in running])
         # equal on every replica
-        self._starts_early &= not any(end.again for end in ends)
-        self._missing = {average.wrapper: end.num_missing for average, end in zip(running, ends, strict=True)}
+        self._starts_early &= not any(average.again for average in running)
+        self._missing = {average.wrapper: average.num_missing for average in running}
+        self._raise_own(running)
         if failure is not None:
             return
         if num_skipping:
@@ -451,9 +474,31 @@ class Replicated(DataParallel):
             )
             raise FailureError(Failure(None, cause))
         if not num_failed:
-            cause = next(filter(None, (self.why_not_same(*end.marks) for end in ends)), "")
+            cause = next(filter(None, (self.why_not_same(*average.marks) for average in running)), "")
         if cause:
             raise FailureError(Failure(None, cause))
+
+    def _end_hooks(self, running: Sequence[Average], failure: str | None, deadline: float) -> str | None:
+        """Wait for users' communication hooks; returns where and why the step has failed here by now, if it has."""
+        if self._begun and not self._took_part:
+            cause = f"this replica of stage {self.stage} could not reduce its gradients: {failure or 'it failed'}"
+            raise FailureError(Failure(None, cause, is_fatal=True))
+        for average in running:
+            average.end_hooks(lambda future: wait_for(future, deadline, self.why_late))
+        own = next((cause_text(average.error) for average in running if average.error is not None), None)
+        return own if failure is None else failure
+
+    def _wait(self, wrapper: DistributedDataParallel, deadline: float, future: Any) -> Any:
+        return self.wait(future, deadline, wrapper.process_group)
+
+    def _raise_own(self, running: Sequence[Average]) -> None:
+        for average in running:
+            error, average.error = average.error, None
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # breaks the cycle of exception and frame
 
     def _restore(self, reduced: Sequence[DistributedDataParallel]) -> None:
         if self._early is not None:

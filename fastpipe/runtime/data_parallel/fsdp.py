@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe.runtime.common import Failure, FailureError, cause_text, listed, parameters_of, torch_private, walked
-from fastpipe.runtime.data_parallel.interface import DataParallel
+from fastpipe.runtime.data_parallel.interface import DataParallel, raised_by_collective
 
 _HELD_BACK = {
     "post_forward_mesh_info": None,
@@ -65,8 +65,6 @@ class Sharded(DataParallel):
         self.description = f"sharded by fully_shard over {self.num_replicas} replicas"
         self._flags: list[tuple[Any, dict[str, Any]]] = []
         self._last: list[tuple[Any, bool]] = []
-        self._reduces = False
-        self._begun = False
         self._known = {module: set(parameters_of(module)) for module in self._inner()}
 
     def _check_groups(self) -> None:
@@ -116,8 +114,7 @@ class Sharded(DataParallel):
 
     def begin(self, reduces: bool, num_microbatches: int) -> None:
         """Mark no backward as the last one, and reshard only when the schedule says so."""
-        self._reduces, self.num_microbatches = reduces, num_microbatches
-        self._begun = False
+        super().begin(reduces, num_microbatches)
         self._last = [(context, context.is_last_backward) for context in map(torch_private.fsdp_context, self._roots())]
         self._flags = [(group, {name: getattr(group, name) for name in _HELD_BACK}) for group in self._groups]
         for context, _ in self._last:
@@ -158,20 +155,46 @@ class Sharded(DataParallel):
         try:
             with contextlib.ExitStack() as stack:
                 for group, flags in self._flags:
-                    stack.callback(_reduce, group, flags, failed)
+                    stack.callback(self._reduce, group, flags, failed)
         except RuntimeError as error:
-            if len(self.groups) == 1:  # else it is not known which
-                self.lost_in(self.groups[0], error)
+            if len(self.groups) == 1 and raised_by_collective(error):  # of several it is not known which
+                self.lose(self.groups[0], error)
             raise
+
+    def _reduce(self, group: Any, flags: Mapping[str, Any], failed: bool) -> None:
+        before = torch_private.fsdp_collectives(group)
+        try:
+            group.wait_for_unshard()
+            _set(group, flags)
+            if failed:
+                _complete(group)
+            group.post_backward()
+        except Exception as error:  # raised again
+            # the other replicas wait; if the mesh's first dimension has lost one, those of the second wait all the same
+            reduces, averages = flags["reduce_grads"], flags["all_reduce_grads"]
+            joins = reduces and not raised_by_collective(error), reduces and averages
+            for (processes, num_begun), is_joined in zip(before, joins, strict=True):
+                if is_joined:
+                    self._join(group, processes, num_begun)
+            raise
+
+    def _join(self, group: Any, processes: Any, num_begun: int) -> None:
+        try:
+            torch_private.join_fsdp_collective(group, processes, num_begun)
+        except RuntimeError as error:
+            if raised_by_collective(error):
+                self.lose(processes, error)
+            else:
+                self.broken[processes] = f"this replica could not reduce its gradients: {cause_text(error)}"
 
     def finish(self, failure: str | None, deadline: float) -> None:
         """Wait for the shards' gradients, and leave the parameters sharded, as between steps."""
         begun, self._begun = self._begun, False
         try:
             self._end_backward()
-        except Exception as error:  # raised again, when the other replicas, which wait, know of it
+        except Exception as error:  # when the other replicas, which wait, know of it
             failure = failure or cause_text(error)
-            raise
+            raise FailureError(Failure(None, cause_text(error), is_fatal=True)) from error
         finally:
             if begun:
                 self._compare(failure, deadline)
@@ -243,21 +266,6 @@ class Sharded(DataParallel):
                 setattr(owner, name, value)
 
         return put_back
-
-
-def _reduce(group: Any, flags: Mapping[str, Any], failed: bool) -> None:
-    try:
-        group.wait_for_unshard()
-        _set(group, flags)
-        if failed:
-            _complete(group)
-        group.post_backward()
-    except Exception:  # raised again
-        # the first dimension of a mesh has lost a process, and replicas in the second one wait all the same
-        if flags["all_reduce_grads"]:
-            with contextlib.suppress(RuntimeError):
-                torch_private.join_fsdp_replicas(group)
-        raise
 
 
 def _complete(group: Any) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from fastpipe.runtime.common import Failure, FailureError, cause_text, children_of, listed, parameters_of
 
@@ -55,6 +57,12 @@ def wait_for(future: Any, deadline: float, cause: Callable[[], str]) -> Any:
     return future.wait()
 
 
+def raised_by_collective(error: BaseException) -> bool:
+    """Whether torch.distributed raised it. The type does not tell: Gloo raises RuntimeErrors, as anybody may."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == distributed_c10d.__name__ for frame in frames)
+
+
 class DataParallel(ABC):
     """The replicas of one stage.
 
@@ -78,6 +86,7 @@ class DataParallel(ABC):
     description: str
     whole_gradients: ClassVar[bool]
     num_microbatches = 0
+    _reduces = _begun = False
 
     def marks(self) -> list[int]:
         """Numbers whose sums over the replicas tell whether all have the same `num_microbatches`."""
@@ -107,11 +116,20 @@ class DataParallel(ABC):
             found = next(filter(None, texts), b"")
         return f"{cause}: {found.decode(errors='ignore')}" if found else cause
 
-    def wait(self, future: Any, deadline: float) -> Any:
-        """The value of a collective's future, for which all replicas must come by the deadline."""
-        return wait_for(future, deadline, self._why_late)
+    def wait(self, future: Any, deadline: float, group: dist.ProcessGroup) -> Any:
+        """The value of the future of a group's collective, for which all replicas must come by the deadline.
 
-    def _why_late(self) -> str:
+        Raises:
+            FailureError: a fatal one, if it is late or fails; the group is broken then.
+        """
+        try:
+            return wait_for(future, deadline, self.why_late)
+        except RuntimeError as error:
+            self.lose(group, error)
+            raise FailureError(Failure(None, self.broken[group], is_fatal=True)) from error
+
+    def why_late(self) -> str:
+        """The cause of a fatal failure, for replicas that have not come by the deadline."""
         processes = sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
         return (
             f"another of the {self.num_replicas} replicas of stage {self.stage}, in the processes {processes}, did not "
@@ -123,31 +141,25 @@ class DataParallel(ABC):
         """Run a collective in one of the groups; False if the group is broken.
 
         A group such as that of cp ends with the stages of its mesh; replicas in the other groups wait all the same.
-
-        Raises:
-            FailureError: if it is not complete by the deadline; the group is broken then.
         """
-        if group in self.broken:  # some of its ranks wait for each other
-            return False
-        try:
-            self.wait(collective(*args, group=group, async_op=True).get_future(), deadline)
-        except FailureError as error:
-            self.broken[group] = error.failure.cause
-            raise
-        except RuntimeError as error:
-            self.lost_in(group, error)
-            return False
-        return True
+        if group not in self.broken:  # there some ranks wait for each other
+            try:
+                self.wait(collective(*args, group=group, async_op=True).get_future(), deadline, group)
+            except RuntimeError as error:
+                self.lose(group, error)
+        return group not in self.broken
 
-    def lost_in(self, group: dist.ProcessGroup, error: RuntimeError) -> str:
-        """Note that a collective of a group raised; returns who may have caused that."""
+    def lose(self, group: dist.ProcessGroup, error: RuntimeError) -> None:
+        """Note in `broken` that a collective of a group was late or raised, and who may have caused that."""
+        if isinstance(error, FailureError):
+            self.broken[group] = error.failure.cause
+            return
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         which = f"process {others[0]}" if len(others) == 1 else f"one of the processes {others}"
         self.broken[group] = (
             f"of the replicas of stage {self.stage}, {which} has exited, or has closed its connections after a "
             f"failure: {cause_text(error)}"
         )
-        return self.broken[group]
 
     def prepare(self) -> None:  # noqa: B027 - most are ready as they are
         """Raise errors of the wrapper before the ranks agree on a step, when no other rank waits."""
@@ -171,7 +183,7 @@ class DataParallel(ABC):
         """
         return False
 
-    def check_covers(self, module: nn.Module, stage: int) -> None:
+    def check_covers(self, module: nn.Module) -> None:
         """Refuse parameters outside of the wrapped modules, which would not be averaged."""
         wrapped = set(self.wrapped)
         if module in wrapped or self.num_replicas == 1:
@@ -188,8 +200,8 @@ class DataParallel(ABC):
             pending += [(name, child) for name, child in children if child not in wrapped]
         if found:
             raise ValueError(
-                f"stages: stage {stage} is {self.description}, but not its {listed(found)}, whose gradients would not "
-                "be averaged over the replicas; wrap them too, or the stage as a whole"
+                f"stages: stage {self.stage} is {self.description}, but not its {listed(found)}, whose gradients would "
+                "not be averaged over the replicas; wrap them too, or the stage as a whole"
             )
 
     @abstractmethod
@@ -200,6 +212,7 @@ class DataParallel(ABC):
             reduces: whether this step reduces gradients; False where steps accumulate.
             num_microbatches: must be the same in all replicas.
         """
+        self._reduces, self.num_microbatches, self._begun = reduces, num_microbatches, False
 
     @abstractmethod
     def unshard(self) -> None:
@@ -244,6 +257,7 @@ class DataParallel(ABC):
         Raises:
             FailureError: if the step failed in another replica and not here. It is fatal if a replica is missing, as
                 running collectives cannot be cancelled.
+            Exception: another one, if the step failed here only now. All replicas have taken part.
         """
 
     def leaf(self, parameter: nn.Parameter) -> torch.Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe.runtime.common import listed, process_group, torch_private
+from fastpipe.runtime.common import listed, torch_private
 from fastpipe.runtime.data_parallel.ddp import Replicated
 from fastpipe.runtime.data_parallel.fsdp import Sharded, is_sharded
 from fastpipe.runtime.data_parallel.interface import DataParallel
@@ -35,7 +34,7 @@ def find_data_parallel(module: nn.Module, stage: int) -> DataParallel | None:
     if not sharded and not replicated:
         return None
     found: DataParallel = Sharded(sharded, stage) if sharded else Replicated(replicated, stage)
-    found.check_covers(module, stage)
+    found.check_covers(module)
     return found
 
 
@@ -58,17 +57,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return inner
 
 
-def replicate(modules: Mapping[int, nn.Module], group: Any) -> dict[int, nn.Module]:
+def replicate(modules: Mapping[int, nn.Module], group: dist.ProcessGroup) -> dict[int, nn.Module]:
     """Wrap modules with parameters in DistributedDataParallel, also frozen ones, which may be unfrozen later.
 
     Args:
-        group: of the replicas: a process group, or a DeviceMesh of one dimension.
+        group: of the replicas.
 
     Raises:
-        TypeError: for another kind of group.
-        ValueError: for a mesh of several dimensions, or a stage that has data parallelism already.
+        ValueError: for a stage that has data parallelism already.
     """
-    group = process_group(group, "data_parallel", "dp")
     for stage, module in modules.items():
         if find_data_parallel(module, stage) is not None:
             raise ValueError(

@@ -453,7 +453,7 @@ class LocalRanks:
             try:
                 parallel.finish(failure, deadline)
             except Exception as error:  # published, and the step's outcome
-                is_fatal = not isinstance(error, FailureError) or error.failure.is_fatal
+                is_fatal = isinstance(error, FailureError) and error.failure.is_fatal
                 action = f"{stage}{Op.REDUCE_GRAD.name}"
                 self._publish(Failure(rank, cause_text(error), stage, action, is_fatal=is_fatal), error)
         # in a ring some replicas wait for this one, and not for the process that is lost

@@ -67,17 +67,23 @@ Row = tuple[int, str, str, bool]
 """A gradient: stage, name, dtype without ``torch.``, and whether it is an echo."""
 
 
-class Merged:
-    """The norms of all ranks, each gradient once, in the order of the unsplit model's parameters.
-
-    Args:
-        tables: for each rank, the rows of its norms in order.
+class GradNorms:
+    """Gathers the norms of all gradients; names are exchanged only when they change.
 
     Attributes:
-        norms: the gradients they belong to.
+        norms: the gradients of all ranks, each once, in the order of the unsplit model's parameters.
     """
 
-    def __init__(self, tables: Sequence[Sequence[Row]]) -> None:
+    def __init__(self) -> None:
+        self._digests: list[int] = []
+        self.arrange([])
+
+    def arrange(self, tables: Sequence[Sequence[Row]]) -> None:
+        """Set `norms` and what follows from it.
+
+        Args:
+            tables: for each rank, the rows of its norms in order.
+        """
         found: dict[tuple[int, str], tuple[int, Norm]] = {}
         given = enumerate((rank, *row) for rank, table in enumerate(tables) for row in table)
         self._same: list[tuple[int, int, Norm, int]] = []
@@ -115,14 +121,6 @@ class Merged:
         total: torch.Tensor = torch.linalg.vector_norm(torch.cat(groups), order)
         return total
 
-
-class GradNorms:
-    """Gathers the norms of all gradients; names are exchanged only when they change."""
-
-    def __init__(self) -> None:
-        self._digests: list[int] = []
-        self.merged = Merged([])
-
     def gather(
         self,
         all_gather: AllGather,
@@ -131,7 +129,7 @@ class GradNorms:
         make: Callable[[], tuple[float, Reply]],
         timeout: float,
     ) -> tuple[torch.Tensor, list[Reply]]:
-        """The norms of all ranks' gradients, in the order of ``merged.norms``. Collective.
+        """The norms of all ranks' gradients, in the order of `norms`. Collective.
 
         Args:
             all_gather: see `fastpipe.runtime.step.Steps.all_gather`.
@@ -155,23 +153,24 @@ class GradNorms:
         digests = [reply["digest"] for reply in replies]
         if any(reply["received"] != digests for reply in replies):
             tables = [reply["table"] for reply in all_gather(f"{call}, names", lambda: {"table": table})]
-            self.merged, self._digests = Merged(tables), digests
-        return self.merged.values(_unpacked(replies)), replies
+            self.arrange(tables)
+            self._digests = digests
+        return self.values(_unpacked(replies)), replies
 
 
 def _unpacked(replies: Sequence[Reply]) -> torch.Tensor:
     return torch.cat([decoded(*reply["norms"]) for reply in replies])
 
 
-def check_elsewhere(merged: Merged, values: torch.Tensor, replies: Sequence[Reply], num_ranks: int) -> None:
+def check_elsewhere(norms: GradNorms, values: torch.Tensor, replies: Sequence[Reply], num_ranks: int) -> None:
     """Refuse gradients that differ between the pipelines of a mesh: their norm is that of a part."""
     for first in range(0, len(replies), num_ranks):
-        other = merged.values(_unpacked(replies[first : first + num_ranks]))
+        other = norms.values(_unpacked(replies[first : first + num_ranks]))
         close = torch.isclose(values, other, rtol=1e-3, equal_nan=True)
         if not close.all():
             i = int((~close).nonzero()[0])
             raise ValueError(
-                f"the gradient of {merged.norms[i].place} has norm {values[i].item():g} here and {other[i].item():g} "
+                f"the gradient of {norms.norms[i].place} has norm {values[i].item():g} here and {other[i].item():g} "
                 f"at {replies[first]['pipeline']} in the mesh: make a parameter of which every rank has a part a "
                 "DTensor (torch.distributed.tensor.distribute_tensor), and sum a gradient to which every rank adds a "
                 "part"
@@ -342,9 +341,9 @@ def clip_grad_norm(
         return replies
 
     values, replies = gathering.gather(all_gather, "clip_grad_norm_", local, arguments, steps.ranks.timeout)
-    check_elsewhere(gathering.merged, values, elsewhere, len(replies))
+    check_elsewhere(gathering, values, elsewhere, len(replies))
     limit, order, is_error = same_arguments(replies)
-    norms, total = gathering.merged.norms, gathering.merged.total(values, order, device)
+    norms, total = gathering.norms, gathering.total(values, order, device)
     # a scaler tries large scales and skips steps that overflow
     report_nonfinite(total, norms, values, local, is_error=is_error, expected=steps.loss_scale is not None)
     _clip_by(named, limit, total)

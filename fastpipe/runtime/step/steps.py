@@ -105,7 +105,7 @@ def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
     found = []
     for stage in stages:
         if stage.parallel is not None:
-            stage.parallel.check_covers(stage.module, stage.index)
+            stage.parallel.check_covers(stage.module)
             found.append(stage.parallel.unreduced())
     for stage in stages:
         names = [name for name, p in stage.module.named_parameters() if p.requires_grad] if stage.bare else []
@@ -192,7 +192,7 @@ class Steps:
     ) -> None:
         self.batch = batch
         self.device = device
-        self._cores = cores
+        self.cores = cores
         self.programs = programs
         self.ranks = ranks
         self.control = control
@@ -220,7 +220,7 @@ class Steps:
 
     def run(self, request: Request, trace: bool) -> StepResult:
         """One step; see `Pipeline.step` and `Pipeline.eval_step`."""
-        with self._calls.entered(), self._interrupts.deferred(), self._cores.kept():
+        with self._calls.entered(), self._interrupts.deferred(), self.cores.kept():
             return self._run(request, trace)
 
     def _run(self, request: Request, trace: bool) -> StepResult:
@@ -334,14 +334,12 @@ class Steps:
         try:
             with self._published():
                 replies, refused = exchange_or_refuse(partial(self.control.exchange, "start"), message, failure)
-            if any(isinstance(error, RuntimeError) for error in errors):
-                # a collective within the mesh may have raised, such as that of norms, as its peer made another call
-                self._check_calls(replies)
+            # first: an error may be the consequence, as of a collective within the mesh whose peer made another call
+            self._check_calls(replies)
             if errors:
                 raise errors[0]
         finally:
             errors.clear()
-        self._check_calls(replies)
         if refused is not None:
             raise refused.error(refusal)
         return replies

@@ -34,7 +34,6 @@ from fastpipe.runtime.common import (
     first_line,
     keep_in_children,
     lost_peer,
-    process_group,
     torch_private,
     wait_until_done,
 )
@@ -109,24 +108,22 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
     """The membership of this process.
 
     Args:
-        group: a process group, a DeviceMesh of one dimension, or None for all processes.
+        group: a process group; None for all processes.
         device: device of the pipeline; decides the backend if a group is created.
 
     Raises:
         FailureError: when the process group's store does not answer.
-        TypeError: for another type of group.
-        ValueError: for a mesh of several dimensions, a fake backend, or a group without this process.
+        ValueError: for a fake backend, or a group without this process.
     """
     if group is None and not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Membership(device=device)
         _make_group(device, timeout)
-    if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(process_group(group, "group", "pp"))):
+    if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(group)):
         raise ValueError(
             "group: its backend is 'fake', which sends nothing; make a group of gloo or nccl, or "
             "run all ranks in one process without a group (num_ranks=)"
         )
-    group = process_group(group, "group", "pp")
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
         raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
@@ -286,9 +283,8 @@ class MeshGroups:
 
     def leave(self) -> None:
         """After `abort`, in the thread that runs the stages and outside of any: close the connections of Gloo."""
-        if self._failed and self._device.type == "cpu":  # those of a device are for `abort`, in another thread
-            groups, self._groups = self._groups, []
-            leave_groups(groups, self._device)
+        if self._failed:
+            leave_groups(self._groups, self._device)
 
 
 def leave_groups(groups: Iterable[Any], device: torch.device) -> None:
