@@ -339,7 +339,6 @@ void bind_transports(py::module_& m) {
 void bind_executor(py::module_& m) {
   // for the test that compares it with Python's: words of a header, and the dtypes that it can name
   m.def("header_format", [] { return std::make_tuple(kHeaderWords, header_dtypes().vec()); });
-  py::class_<ThreadState>(m, "ThreadState").def(py::init<>());
   // for the test that compares it with Python's
   py::class_<PairClock>(m, "PairClock")
       .def(py::init<>())
@@ -355,14 +354,13 @@ void bind_executor(py::module_& m) {
              return std::make_tuple(counts.together, counts.in_order, counts.fused, counts.in_turns);
            })
       .def("run", &Runner::run, py::arg("signature"), py::arg("announce"), py::arg("calls"), py::arg("on_failure"),
-           py::arg("state") = py::none(), py::arg("num_threads") = 0, py::arg("trace") = false,
-           py::arg("drain") = false, py::arg("in_turns") = py::none())
+           py::arg("num_threads") = 0, py::arg("trace") = false, py::arg("drain") = false,
+           py::arg("in_turns") = py::none())
       .def("fail", &Runner::fail)
       .def("forget_failure", &Runner::forget_failure)
       .def("position", &Runner::position)
       .def("check", &Runner::check)
-      .def("deferred", &deferred)
-      .def_property_readonly("broken", &Runner::broken);
+      .def("deferred", &deferred);
 }
 
 }  // namespace
