@@ -11,31 +11,22 @@
 
 namespace fastpipe {
 
-SharedMemoryLease::SharedMemoryLease(std::shared_ptr<const CellSender> sender,
-                                     std::shared_ptr<SharedMemorySegment> segment, CellWords& cell)
-    : sender_(std::move(sender)), segment_(std::move(segment)), cell_(&cell), process_(::getpid()) {}
-
-void SharedMemoryLease::swap(SharedMemoryLease& other) noexcept {
-  sender_.swap(other.sender_);
-  segment_.swap(other.segment_);
-  std::swap(cell_, other.cell_);
-  std::swap(process_, other.process_);
-}
+SharedMemoryLease::SharedMemoryLease(ReceivedCell cell) : cell_(std::move(cell)), process_(::getpid()) {}
 
 SharedMemoryLease::~SharedMemoryLease() {
   // A forked process (a data loader's, say) has copies of the tensors and shares their memory: it must not free it.
-  if (cell_ == nullptr || ::getpid() != process_) return;
-  cell_->state.store(kCellFree);
-  sender_->wake_if_starved();
+  if (cell_.words == nullptr || ::getpid() != process_) return;
+  cell_.words->state.store(kCellFree);
+  cell_.sender->wake_if_starved();
 }
 
 void HeldCellReport::send() {
-  CellWords* const cell = std::exchange(cell_, nullptr);
+  const ReceivedCell cell = std::exchange(cell_, {});
   std::uint64_t expected = used_;
   // It fails when the cell is free, or has the next message already, whose number differs.
-  if (cell != nullptr && cell->state.compare_exchange_strong(expected, used_ | kHeldMark)) sender_->wake_if_starved();
-  segment_.reset();
-  sender_.reset();
+  if (cell.words != nullptr && cell.words->state.compare_exchange_strong(expected, used_ | kHeldMark)) {
+    cell.sender->wake_if_starved();
+  }
 }
 
 namespace {
@@ -154,10 +145,10 @@ void SharedMemoryInbox::read_cell(const RingEntry& entry, SharedMemoryMessage& m
   const auto& segment = segment_of(entry);
   const std::uint64_t begin = entry.offset + sizeof(CellWords);
   require(begin <= segment->size() && entry.bytes <= segment->size() - begin);
-  CellWords& cell = *segment->at<CellWords>(entry.offset);
+  ReceivedCell cell{sender_, segment, segment->at<CellWords>(entry.offset)};
   message.bytes = {segment->data() + begin, entry.bytes, entry.announced != 0};
-  message.lease = SharedMemoryLease(sender_, segment, cell);
-  message.held_cell = HeldCellReport(sender_, segment, cell);
+  message.lease = SharedMemoryLease(cell);
+  message.held_cell = HeldCellReport(std::move(cell));
 }
 
 const std::shared_ptr<SharedMemorySegment>& SharedMemoryInbox::segment_of(const RingEntry& entry) {

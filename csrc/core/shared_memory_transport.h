@@ -124,12 +124,18 @@ struct CellSender {
   }
 };
 
+// A cell with a message, and what it takes to give it back.
+struct ReceivedCell {
+  std::shared_ptr<const CellSender> sender;
+  std::shared_ptr<SharedMemorySegment> segment;
+  CellWords* words = nullptr;
+};
+
 // While it lives, the sender leaves the cell alone.
 class SharedMemoryLease final {
  public:
-  SharedMemoryLease(std::shared_ptr<const CellSender> sender, std::shared_ptr<SharedMemorySegment> segment,
-                    CellWords& cell);
   SharedMemoryLease() = default;
+  explicit SharedMemoryLease(ReceivedCell cell);
   SharedMemoryLease(SharedMemoryLease&& other) noexcept { swap(other); }
   SharedMemoryLease& operator=(SharedMemoryLease&& other) noexcept {
     SharedMemoryLease(std::move(other)).swap(*this);
@@ -139,11 +145,12 @@ class SharedMemoryLease final {
   ~SharedMemoryLease();
 
  private:
-  void swap(SharedMemoryLease& other) noexcept;
+  void swap(SharedMemoryLease& other) noexcept {
+    std::swap(cell_, other.cell_);
+    std::swap(process_, other.process_);
+  }
 
-  std::shared_ptr<const CellSender> sender_;
-  std::shared_ptr<SharedMemorySegment> segment_;
-  CellWords* cell_ = nullptr;
+  ReceivedCell cell_;
   pid_t process_ = 0;
 };
 
@@ -151,18 +158,14 @@ class SharedMemoryLease final {
 class HeldCellReport final {
  public:
   HeldCellReport() = default;
-  HeldCellReport(std::shared_ptr<const CellSender> sender, std::shared_ptr<SharedMemorySegment> segment,
-                 CellWords& cell)
-      : sender_(std::move(sender)), segment_(std::move(segment)), cell_(&cell), used_(cell.state.load()) {}
+  explicit HeldCellReport(ReceivedCell cell) : cell_(std::move(cell)), used_(cell_.words->state.load()) {}
 
-  bool empty() const { return cell_ == nullptr; }
+  bool empty() const { return cell_.words == nullptr; }
   // The program has freed the message: marks the cell if it is not free. Once.
   void send();
 
  private:
-  std::shared_ptr<const CellSender> sender_;
-  std::shared_ptr<SharedMemorySegment> segment_;
-  CellWords* cell_ = nullptr;
+  ReceivedCell cell_;
   std::uint64_t used_ = 0;
 };
 

@@ -38,7 +38,6 @@ class Flow {
 
   // The messages that a rank makes are neighbours, in the order in which it makes them.
   int64_t first_made(int32_t rank) const { return first_made_[rank]; }
-  int64_t first_of(int32_t channel) const { return first_of_[channel]; }
   int64_t size_of(int32_t channel) const { return first_of_[channel + 1] - first_of_[channel]; }
   int32_t number_of(int32_t channel, int64_t index) const { return by_channel_[first_of_[channel] + index]; }
   Message& message_of(int32_t channel, int64_t index) { return messages_[number_of(channel, index)]; }

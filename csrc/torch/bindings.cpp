@@ -106,10 +106,6 @@ CopyTicket to_ticket(const std::string& bytes) {
   return ticket;
 }
 
-py::tuple to_tuple(const PublishedAddress& address) {
-  return py::make_tuple(address.process, address.descriptor, address.nonce);
-}
-
 // A message a rank; None for one that is missing or dead.
 py::list messages(const SharedMemoryExchange& exchange) {
   py::list found;
@@ -120,16 +116,26 @@ py::list messages(const SharedMemoryExchange& exchange) {
   return found;
 }
 
-void bind_exchange(py::module_& m) {
-  py::class_<SharedMemoryExchange>(m, "SharedMemoryExchange")
-      .def(py::init<std::int32_t, std::int32_t>(), py::arg("rank"), py::arg("num_ranks"))
-      .def("address", [](const SharedMemoryExchange& exchange) { return to_tuple(exchange.address()); })
+// With the two methods by which the ranks of a host find what each publishes.
+template <typename Shared>
+py::class_<Shared, std::shared_ptr<Shared>> bind_shared(py::module_& m, const char* name) {
+  return py::class_<Shared, std::shared_ptr<Shared>>(m, name)
+      .def("address",
+           [](const Shared& shared) {
+             const PublishedAddress address = shared.address();
+             return py::make_tuple(address.process, address.descriptor, address.nonce);
+           })
       .def(
           "connect",
-          [](SharedMemoryExchange& exchange, std::int32_t rank, pid_t process, int descriptor, std::uint64_t nonce) {
-            exchange.connect(rank, {process, descriptor, nonce});
+          [](Shared& shared, std::int32_t rank, pid_t process, int descriptor, std::uint64_t nonce) {
+            shared.connect(rank, {process, descriptor, nonce});
           },
-          py::arg("rank"), py::arg("process"), py::arg("descriptor"), py::arg("nonce"))
+          py::arg("rank"), py::arg("process"), py::arg("descriptor"), py::arg("nonce"));
+}
+
+void bind_exchange(py::module_& m) {
+  bind_shared<SharedMemoryExchange>(m, "SharedMemoryExchange")
+      .def(py::init<std::int32_t, std::int32_t>(), py::arg("rank"), py::arg("num_ranks"))
       .def("share_host", &SharedMemoryExchange::share_host, py::arg("num_ranks"))
       .def("post", [](SharedMemoryExchange& exchange, const py::bytes& message) { exchange.post(message); })
       .def("wait", &SharedMemoryExchange::wait, py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
@@ -138,21 +144,14 @@ void bind_exchange(py::module_& m) {
 }
 
 void bind_shared_memory(py::module_& m) {
-  py::class_<SharedMemoryLink, std::shared_ptr<SharedMemoryLink>>(m, "SharedMemoryLink")
+  bind_shared<SharedMemoryLink>(m, "SharedMemoryLink")
       .def(py::init([](std::int32_t rank, std::int32_t num_ranks, std::int32_t num_sharing) {
              return std::make_shared<SharedMemoryLink>(rank, num_ranks, usual_spin(num_sharing), check_signals);
            }),
            py::arg("rank"), py::arg("num_ranks"), py::arg("num_sharing"))
       .def_property_readonly(
           "spin", [](const SharedMemoryLink& link) { return std::chrono::duration<double>(link.spin()).count(); })
-      .def("lose", &SharedMemoryLink::lose, py::arg("rank"))
-      .def("address", [](const SharedMemoryLink& link) { return to_tuple(link.address()); })
-      .def(
-          "connect",
-          [](SharedMemoryLink& link, std::int32_t rank, pid_t process, int descriptor, std::uint64_t nonce) {
-            link.connect(rank, {process, descriptor, nonce});
-          },
-          py::arg("rank"), py::arg("process"), py::arg("descriptor"), py::arg("nonce"));
+      .def("lose", &SharedMemoryLink::lose, py::arg("rank"));
 }
 
 void bind_copy_engine(py::module_& m) {
@@ -340,7 +339,6 @@ void bind_transports(py::module_& m) {
 void bind_executor(py::module_& m) {
   // for the test that compares it with Python's: words of a header, and the dtypes that it can name
   m.def("header_format", [] { return std::make_tuple(kHeaderWords, header_dtypes().vec()); });
-  py::class_<ThreadState>(m, "ThreadState").def(py::init<>());
   // for the test that compares it with Python's
   py::class_<PairClock>(m, "PairClock")
       .def(py::init<>())
@@ -356,14 +354,13 @@ void bind_executor(py::module_& m) {
              return std::make_tuple(counts.together, counts.in_order, counts.fused, counts.in_turns);
            })
       .def("run", &Runner::run, py::arg("signature"), py::arg("announce"), py::arg("calls"), py::arg("on_failure"),
-           py::arg("state") = py::none(), py::arg("num_threads") = 0, py::arg("trace") = false,
-           py::arg("drain") = false, py::arg("in_turns") = py::none())
+           py::arg("num_threads") = 0, py::arg("trace") = false, py::arg("drain") = false,
+           py::arg("in_turns") = py::none())
       .def("fail", &Runner::fail)
       .def("forget_failure", &Runner::forget_failure)
       .def("position", &Runner::position)
       .def("check", &Runner::check)
-      .def("deferred", &deferred)
-      .def_property_readonly("broken", &Runner::broken);
+      .def("deferred", &deferred);
 }
 
 }  // namespace

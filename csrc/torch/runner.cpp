@@ -59,13 +59,11 @@ Runner::~Runner() {
 }
 
 py::object Runner::run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
-                       const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool drain,
+                       const py::object& on_failure, int num_threads, bool trace, bool drain,
                        const py::object& in_turns) {
   if (on_failure_) throw Error("this executor is running a step already; it runs one at a time, in one thread");
   // The sums of a kernel depend on how many threads share it; a thread of Python's starts with torch's default.
   if (num_threads > 0 && at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
-  std::optional<at::ThreadLocalStateGuard> guard;
-  if (state != nullptr) guard.emplace(state->state());
   state_.emplace();
   num_threads_ = at::get_num_threads();
   bind(calls);
@@ -139,7 +137,6 @@ Outcome Runner::run_without_gil(std::int64_t signature, bool announce, double* s
   }
   on_failure_ = in_turns_ = py::handle();
   if (!error) return outcome;
-  note_broken(error);
   raise(to_python(error));
 }
 
@@ -181,22 +178,11 @@ void Runner::run_in_turns(std::size_t position, FunctionRef<void()> forward, Fun
 }
 
 void Runner::failed(std::size_t position, const std::exception_ptr& error) noexcept {
-  note_broken(error);
   const py::gil_scoped_acquire gil;
   try {
     on_failure_(position, to_python(error));
   } catch (py::error_already_set& unwanted) {
     unwanted.discard_as_unraisable("fastpipe: on_failure");
-  }
-}
-
-void Runner::note_broken(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const TransportError& transport) {
-    if (broken_.empty()) broken_ = transport.what();
-  } catch (...) {
-    // Any other failure leaves the channels usable.
   }
 }
 

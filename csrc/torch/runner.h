@@ -21,15 +21,6 @@
 
 namespace fastpipe {
 
-// Grad mode, autocast, inference mode and the like of the thread that made it, for a run in another thread.
-class ThreadState {
- public:
-  const at::ThreadLocalState& state() const { return state_; }
-
- private:
-  at::ThreadLocalState state_;
-};
-
 // Index, whether it is first, whether it is last, and fused_weight_grad.
 using StagePlace = std::tuple<std::int32_t, bool, bool, bool>;
 
@@ -49,14 +40,11 @@ class Runner final : public Observer {
   // torch's operators; 0 leaves it. trace: the times are those of the device, for which the host waits.
   // drain: nothing is computed, and stand-ins are sent: the step has failed here before its first instruction.
   py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
-                 const py::object& on_failure, const ThreadState* state, int num_threads, bool trace, bool drain,
-                 const py::object& in_turns);
+                 const py::object& on_failure, int num_threads, bool trace, bool drain, const py::object& in_turns);
   void fail() { executor_->fail(); }
   void forget_failure() { executor_->forget_failure(); }
   std::size_t position() const { return executor_->position(); }
   void check() const { executor_->check(); }
-  // Why no further step can be run; empty while it can.
-  const std::string& broken() const { return broken_; }
   const std::vector<TorchStage*>& stages() const { return stages_; }
   const PairCounts& pair_counts() const { return executor_->pair_counts(); }
 
@@ -73,7 +61,6 @@ class Runner final : public Observer {
   Outcome run_in_streams(std::int64_t signature, bool announce, double* start, double* end, bool drain);
   Outcome run_without_gil(std::int64_t signature, bool announce, double* start, double* end, bool drain);
   bool noted_here(std::size_t position) const;
-  void note_broken(const std::exception_ptr& error);
 
   ForkGuard fork_guard_;
   std::vector<TorchStage*> stages_;                                   // owned by the executor
@@ -82,7 +69,6 @@ class Runner final : public Observer {
   at::Device device_;
   StageStreams streams_;
   std::unique_ptr<Executor> executor_;
-  std::string broken_;
   std::optional<DeviceTimes> device_times_;  // made for the first step that is traced
   // Of the step that runs.
   py::handle on_failure_;

@@ -392,12 +392,10 @@ class StageLosses:
         if work.output_grads is not None:
             outputs, work.root_grads[microbatch] = outputs_and_grads(output, work.output_grads[microbatch])
             return self.attached(microbatch, outputs)
-        if self.loss_fn is None and not isinstance(returned_loss(output), torch.Tensor):
-            if torch.is_grad_enabled():
+        has_loss = returned_loss(output) is not None if self.loss_fn is None else work.targets is not None
+        if not has_loss:
+            if self.loss_fn is None and torch.is_grad_enabled():
                 raise NoLoss("the last stage returned no loss; give loss_fn, or call eval_step")
-            self._share_added(microbatch)
-            return ()
-        if self.loss_fn is not None and work.targets is None:
             self._share_added(microbatch)
             return ()
         return (self.root(microbatch, output, None if work.targets is None else work.targets[microbatch]),)

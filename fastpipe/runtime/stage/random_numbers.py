@@ -27,6 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fastpipe.runtime import native
 from fastpipe.runtime.common import torch_private
+from fastpipe.runtime.stage.weight_grad import reach
 
 PER_MICROBATCH = "per_microbatch"
 _MAX_KINDS = 16
@@ -245,18 +246,9 @@ class RandomNumbers:
         """After a forward: if its graph has a Python function, assume that the backward recomputes."""
         if not self._is_first_of_kind or self.guard.recomputed:
             return
-        seen: set[Any] = set()
-        stack: list[Any] = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            function = torch_private.function_of(node)
-            if function is not None and not function.__module__.startswith("fastpipe."):
-                self.guard.recomputed = True
-                return
-            stack.extend(next_node for next_node, _ in node.next_functions)
+        nodes = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
+        functions = map(torch_private.function_of, reach(nodes, set(), past_linears=True))
+        self.guard.recomputed = any(f is not None and not f.__module__.startswith("fastpipe.") for f in functions)
 
     def note_fused(self) -> None:
         """After a fused pair: assume a recompute, as its backward was not observed separately."""

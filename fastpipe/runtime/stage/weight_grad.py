@@ -145,13 +145,17 @@ class _Pending:
 
 
 class WeightGradients:
-    """The weight gradients of one microbatch of one stage, from F to W; the extension's class has the same methods."""
+    """The weight gradients of one microbatch of one stage, from F to W; the extension's class has the same methods.
+
+    Attributes:
+        differentiated: in F, nodes of weights for whose gradients the model itself may have differentiated a linear.
+    """
 
     def __init__(self, report: SplitReport, fused: bool = False) -> None:
         self.report, self.fuses = report, fused
         self.backward = self.fused = False
         self._is_first = not report.done
-        self._differentiated: list[Any] = []
+        self.differentiated: list[Any] = []
         self._pending: list[_Pending] = []
         self._group: GraphExecGroup | None = None
 
@@ -182,18 +186,18 @@ class WeightGradients:
         if not self._is_first:
             return
         kept: set[Any] = {get_gradient_edge(tensor).node for tensor in inputs}
-        ends = [*(get_gradient_edge(tensor).node for tensor in outputs), *self._differentiated]
-        _reach(ends, kept, past_linears=False)
+        ends = [*(get_gradient_edge(tensor).node for tensor in outputs), *self.differentiated]
+        reach(ends, kept, past_linears=False)
         weights = _weights_of(kept) - kept
         while whole := [node for node in weights if not _separate(node, kept, weights)]:
-            _reach(whole, kept, past_linears=False)
+            reach(whole, kept, past_linears=False)
             weights = _weights_of(kept) - kept
         # a linear that computes another's weight is not deferred: W reaches it through that weight
-        makers = set(_leaves(_weights_of(_reach(weights, set(), past_linears=True))))
+        makers = set(_leaves(_weights_of(reach(weights, set(), past_linears=True))))
         self.report.done = True
         self.report.whole = {torch_private.address_of(node.variable) for node in kept if _is_leaf(node)}
         self.report.waits = {leaf: t for leaf, t in _leaves(weights).items() if leaf not in makers}
-        self._differentiated.clear()
+        self.differentiated.clear()
 
     def waits(self, weight: torch.Tensor) -> bool:
         """Whether a linear that runs now defers this weight to W."""
@@ -213,10 +217,6 @@ class WeightGradients:
         """In F: a linear has deferred this weight to W."""
         if self._group is None and _in_checkpoint() and not weight.is_leaf:
             self._group = GraphExecGroup()
-
-    def differentiated(self, node: Any) -> None:
-        """In F: the model itself differentiates a linear, perhaps for the weight of this node."""
-        self._differentiated.append(node)
 
     def add(self, weight: torch.Tensor, edge: GradientEdge, use: Use) -> None:
         """In I: queue the tensors of one linear."""
@@ -254,7 +254,7 @@ class WeightGradients:
 
     def clear(self) -> None:
         """Release all tensors."""
-        self._differentiated.clear()
+        self.differentiated.clear()
         self._pending.clear()
 
 
@@ -276,11 +276,11 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _leaves(nodes: Iterable[Any], *, past_linears: bool = True) -> dict[int, torch.Tensor]:
-    reached = _reach(nodes, set(), past_linears=past_linears)
+    reached = reach(nodes, set(), past_linears=past_linears)
     return {torch_private.address_of(node.variable): node.variable for node in reached if _is_leaf(node)}
 
 
-def _reach(nodes: Iterable[Any], reached: set[Any], *, past_linears: bool) -> set[Any]:
+def reach(nodes: Iterable[Any], reached: set[Any], *, past_linears: bool) -> set[Any]:
     """Add the nodes that a backward from these reaches; follows linears to their weights only with ``past_linears``."""
     stack = list(nodes)
     while stack:
@@ -301,9 +301,9 @@ def _weights_of(nodes: Iterable[Any]) -> set[Any]:
 
 def _separate(node: Any, kept: set[Any], weights: set[Any]) -> bool:
     """Whether only linears reach a weight, and it is computed from leaves by no linear of ``weights``."""
-    reached = _reach([node], set(), past_linears=True)
+    reached = reach([node], set(), past_linears=True)
     ends = (end for end in reached if not end.next_functions)
-    made_by = _reach(_weights_of(reached), set(), past_linears=True)
+    made_by = reach(_weights_of(reached), set(), past_linears=True)
     return reached.isdisjoint(kept) and made_by.isdisjoint(weights) and all(map(_is_leaf, ends))
 
 
@@ -361,7 +361,7 @@ class _Linear(torch.autograd.Function):
         for_weight = _weight_gradient(inputs, grad, weight) if ctx.needs_input_grad[1] else None
         for_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         if not ctx.weights.backward:
-            ctx.weights.differentiated(ctx.next_functions[_WEIGHT][0])
+            ctx.weights.differentiated.append(ctx.next_functions[_WEIGHT][0])
         elif ctx.later is not None:
             ctx.weights.add(*ctx.later, Use(inputs, grad))
         return for_inputs, for_weight, for_bias, None, None, None

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -342,13 +342,6 @@ class OwnGroups:
         self._lock = threading.Lock()
         self._aborts: list[threading.Thread] | None = None
 
-    def close(self) -> None:
-        """End the groups; on a GPU first wait until the devices of all ranks have finished their messages."""
-        try:
-            self.settle()
-        finally:
-            self.end()
-
     def settle(self) -> bool:
         """Wait until the devices of all ranks have finished their messages; False if this rank's does not.
 
@@ -379,6 +372,18 @@ class OwnGroups:
         until = time.monotonic() + self._seconds
         for thread in (self._aborts or ()) if groups else ():
             thread.join(max(0.0, until - time.monotonic()))
+
+
+def end_groups(owned: Sequence[OwnGroups], *, settle: bool) -> None:
+    """End groups; with ``settle`` first wait until the devices of all ranks have finished their messages."""
+    try:
+        if settle:
+            all(own.settle() for own in owned)  # stops at the first whose device does not finish
+    finally:
+        for own in owned:
+            own.abort()
+        for own in owned:
+            own.end()
 
 
 def wait_for_all(store: Any, rank: int, size: int, seconds: float) -> None:

@@ -42,7 +42,7 @@ from fastpipe.runtime.common import (
     specs_of,
     torch_private,
 )
-from fastpipe.runtime.transport.groups import Membership, OwnGroups, backend_of
+from fastpipe.runtime.transport.groups import Membership, OwnGroups, backend_of, end_groups
 from fastpipe.runtime.transport.transport import Endpoint, Message, Transport
 
 HEADER = 512
@@ -389,17 +389,11 @@ class ProcessGroups(Transport):
 
     def close(self) -> None:
         """End the groups; on a GPU first wait until all ranks' devices have finished their messages."""
-        try:
-            all(own.settle() for own in self._all())  # stops at the first whose device does not finish
-        finally:
-            self.abort()
+        end_groups(self._all(), settle=True)
 
     def abort(self) -> None:
         """End the groups without waiting for messages."""
-        for own in self._all():
-            own.abort()
-        for own in self._all():
-            own.end()
+        end_groups(self._all(), settle=False)
 
     def unblock(self, failure: Failure) -> None:
         """See `Transport.unblock`. Aborts NCCL's groups, whose messages block streams."""

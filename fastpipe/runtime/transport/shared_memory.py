@@ -30,7 +30,7 @@ from fastpipe.program import Program
 from fastpipe.runtime import native
 from fastpipe.runtime.common import Failure, first_line, listed
 from fastpipe.runtime.coordination import host_name
-from fastpipe.runtime.transport.groups import Membership, OwnGroups
+from fastpipe.runtime.transport.groups import Membership, OwnGroups, end_groups
 from fastpipe.runtime.transport.process_group import CoalescedGroups, ProcessGroups, dead_or_silent, make_waits, swap
 from fastpipe.runtime.transport.transport import Transport
 
@@ -50,7 +50,7 @@ class SharedMemory(Transport):
         self.link = link
         self.member = member
         self.timeout = timedelta(seconds=timeout)
-        self._own: OwnGroups | None = None
+        self._own: list[OwnGroups] = []  # one, once it is needed
         self.waits = make_waits()
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
@@ -78,21 +78,21 @@ class SharedMemory(Transport):
         self._exchange_group()
 
     def _exchange_group(self) -> Any:
-        if self._own is None:
-            self._own = OwnGroups(self.member, ["exchange"], self.timeout)
-        return self._own.groups[0]
+        if not self._own:
+            self._own = [OwnGroups(self.member, ["exchange"], self.timeout)]
+        return self._own[0].groups[0]
 
     def close(self) -> None:
         """Close the group. Shared memory is freed with the last tensor in it."""
-        if self._own is not None:
-            self._own.close()
-        self._own = None
+        self._end(settle=True)
 
     def abort(self) -> None:
         """See `Transport.abort`."""
-        if self._own is not None:
-            self._own.end()
-        self._own = None
+        self._end(settle=False)
+
+    def _end(self, *, settle: bool) -> None:
+        own, self._own = self._own, []
+        end_groups(own, settle=settle)
 
     def unblock(self, failure: Failure) -> None:
         """See `Transport.unblock`."""
