@@ -13,12 +13,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from fastpipe import (
+    AddedLosses,
     GradScaler,
     Pipeline,
     StepError,
+    add_loss,
     all_to_all,
     check_parity,
     load_checkpoint,
@@ -28,6 +36,7 @@ from fastpipe import (
 from fastpipe.runtime import construction
 from fastpipe.runtime.model import cuts
 from fastpipe.runtime.stage.boundary import to_tensors
+from fastpipe.runtime.stage.losses import checked_loss
 from fastpipe.testing import reference_step
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.runtime.checks import same_bits
@@ -200,6 +209,50 @@ def test_dtensors_between_stages(schedule: str, executor: str) -> None:
         to_tensors(spread, {}, 0, mesh=mesh["pp"])
     with pytest.raises(ValueError, match="stage 3 returned a DTensor with the placement P"):
         to_tensors(DTensor.from_local(x, mesh["tp"], [Partial()]), {}, 3, mesh=mesh)
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.linear(x)
+        if isinstance(logits, DTensor):
+            add_loss(logits.square().mean().redistribute(placements=[Replicate()]), "large")
+        return logits
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@on_ranks(4)
+def test_losses_of_logits_that_are_spread_over_ranks(schedule: str, executor: str) -> None:
+    """As torch's loss_parallel returns them; so may metrics and added losses be."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+
+    def made() -> list[nn.Module]:
+        ways = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        return [*layers(mesh), parallelize_module(Logits(), mesh["tp"], {"linear": ways})]
+
+    def loss_fn(output: DTensor, target: torch.Tensor) -> Any:
+        loss = nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+        return loss, {"same": loss}
+
+    (x, _), y = batch(0), torch.arange(8 * MICROBATCHES).view(-1, 4) % WIDTH
+    pipe = Pipeline(made(), schedule, MICROBATCHES, loss_fn, mesh=mesh, executor=executor)
+    unsplit = nn.Sequential(*made())
+    with loss_parallel():
+        result = pipe.step(x, target=y)
+        with AddedLosses() as added:
+            loss = loss_fn(unsplit(x), y)[0]
+        (loss.to_local() + added.total).backward()
+    assert same_bits(result.loss, result.metrics["same"])
+    torch.testing.assert_close(result.loss, whole(loss.detach()))
+    torch.testing.assert_close(result.added_losses["large"], added.total.detach())
+    grads = dict(unsplit.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), whole(grads[name].grad), msg=name)
+    with pytest.raises(ValueError, match=r"loss is a DTensor with the placements .*Partial.* give its full_tensor\(\)"):
+        checked_loss(DTensor.from_local(loss.to_local(), mesh["tp"], [Partial()]))
 
 
 class Attention(nn.Module):
