@@ -243,7 +243,8 @@ def test_losses_of_logits_that_are_spread_over_ranks(schedule: str, executor: st
     with loss_parallel():
         result = pipe.step(x, target=y)
         with AddedLosses() as added:
-            loss = loss_fn(unsplit(x), y)[0]
+            output = unsplit(x)
+            loss, _ = loss_fn(output, y)
         (loss.to_local() + added.total).backward()
     assert same_bits(result.loss, result.metrics["same"])
     torch.testing.assert_close(result.loss, whole(loss.detach()))
@@ -251,6 +252,9 @@ def test_losses_of_logits_that_are_spread_over_ranks(schedule: str, executor: st
     grads = dict(unsplit.named_parameters())
     for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(whole(parameter.grad), whole(grads[name].grad), msg=name)
+    outputs = pipe.eval_step(x, gather_outputs=True).outputs
+    assert outputs.placements == (Shard(2),)
+    torch.testing.assert_close(whole(outputs), whole(output.detach()))
     with pytest.raises(ValueError, match=r"loss is a DTensor with the placements .*Partial.* give its full_tensor\(\)"):
         checked_loss(DTensor.from_local(loss.to_local(), mesh["tp"], [Partial()]))
 
