@@ -259,6 +259,46 @@ def test_losses_of_logits_that_are_spread_over_ranks(schedule: str, executor: st
         checked_loss(DTensor.from_local(loss.to_local(), mesh["tp"], [Partial()]))
 
 
+def tied_words(mesh: DeviceMesh, ways: dict[int, Any]) -> list[nn.Module]:
+    """An embedding, layers that are spread, and a head with the embedding's weight, before they are spread."""
+    made = layers(mesh)
+    made = [nn.Embedding(10, WIDTH), *made, nn.Linear(WIDTH, 10, bias=False)]
+    made[-1].weight = made[0].weight
+    for place, way in ways.items():
+        parallelize_module(made[place], mesh["tp"], way)
+    return made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@on_ranks(4)
+def test_tied_weights_that_are_spread_over_ranks(schedule: str, executor: str) -> None:
+    """The gradient of an embedding that is cut into rows is whole on every rank, unlike that of the head."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    head = {-1: ColwiseParallel(output_layouts=Replicate())}
+    both = head | {0: RowwiseParallel(input_layouts=Replicate())}
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def built(ways: dict[int, Any]) -> Pipeline:
+        made, tied = tied_words(mesh, ways), [("0.weight", f"{LAYERS + 1}.weight")]
+        options: Any = {"mesh": mesh, "executor": executor, "timeout": 60, "tied": tied}
+        return Pipeline(made, schedule, MICROBATCHES, loss_fn, **options)
+
+    words = torch.arange(8 * MICROBATCHES).view(-1, 4) % 7
+    pipe, unsplit = built(both), tied_words(mesh, both)
+    unsplit[-1].weight = unsplit[0].weight
+    result = pipe.step(words, target=words)
+    loss = loss_fn(nn.Sequential(*unsplit)(words), words)
+    loss.backward()
+    torch.testing.assert_close(result.loss, loss.detach())
+    grads = dict(nn.Sequential(*unsplit).named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), whole(grads[name].grad), msg=name)
+    text = said(lambda: built(head))
+    assert "0.weight" in text and "a plain tensor" in text and "over ('tp',)" in text, text
+
+
 class Attention(nn.Module):
     """Attention of a part of the sequence to all of it."""
 
