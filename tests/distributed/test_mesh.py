@@ -13,12 +13,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from fastpipe import (
+    AddedLosses,
     GradScaler,
     Pipeline,
     StepError,
+    add_loss,
     all_to_all,
     check_parity,
     load_checkpoint,
@@ -28,6 +36,7 @@ from fastpipe import (
 from fastpipe.runtime import construction
 from fastpipe.runtime.model import cuts
 from fastpipe.runtime.stage.boundary import to_tensors
+from fastpipe.runtime.stage.losses import checked_loss
 from fastpipe.testing import reference_step
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.runtime.checks import same_bits
@@ -198,6 +207,94 @@ def test_dtensors_between_stages(schedule: str, executor: str) -> None:
         to_tensors(spread, {}, 0, mesh=mesh["pp"])
     with pytest.raises(ValueError, match="stage 3 returned a DTensor with the placement P"):
         to_tensors(DTensor.from_local(x, mesh["tp"], [Partial()]), {}, 3, mesh=mesh)
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.linear(x)
+        if isinstance(logits, DTensor):
+            add_loss(logits.square().mean().redistribute(placements=[Replicate()]), "large")
+        return logits
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@on_ranks(4)
+def test_losses_of_logits_that_are_spread_over_ranks(schedule: str, executor: str) -> None:
+    """As torch's loss_parallel returns them; so may metrics and added losses be."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+
+    def made() -> list[nn.Module]:
+        ways = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        return [*layers(mesh), parallelize_module(Logits(), mesh["tp"], {"linear": ways})]
+
+    def loss_fn(output: DTensor, target: torch.Tensor) -> Any:
+        loss = nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+        return loss, {"same": loss}
+
+    (x, _), y = batch(0), torch.arange(8 * MICROBATCHES).view(-1, 4) % WIDTH
+    pipe = Pipeline(made(), schedule, MICROBATCHES, loss_fn, mesh=mesh, executor=executor)
+    unsplit = nn.Sequential(*made())
+    with loss_parallel():
+        result = pipe.step(x, target=y)
+        with AddedLosses() as added:
+            output = unsplit(x)
+            loss, _ = loss_fn(output, y)
+        (loss.to_local() + added.total).backward()
+    assert same_bits(result.loss, result.metrics["same"])
+    torch.testing.assert_close(result.loss, whole(loss.detach()))
+    torch.testing.assert_close(result.added_losses["large"], added.total.detach())
+    grads = dict(unsplit.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), whole(grads[name].grad), msg=name)
+    outputs = pipe.eval_step(x, gather_outputs=True).outputs
+    assert outputs.placements == (Shard(2),)
+    torch.testing.assert_close(whole(outputs), whole(output.detach()))
+    with pytest.raises(ValueError, match=r"loss is a DTensor with the placements .*Partial.* give its full_tensor\(\)"):
+        checked_loss(DTensor.from_local(loss.to_local(), mesh["tp"], [Partial()]))
+
+
+def tied_words(mesh: DeviceMesh, ways: dict[int, Any]) -> list[nn.Module]:
+    """An embedding, layers that are spread, and a head with the embedding's weight, before they are spread."""
+    made = layers(mesh)
+    made = [nn.Embedding(10, WIDTH), *made, nn.Linear(WIDTH, 10, bias=False)]
+    made[-1].weight = made[0].weight
+    for place, way in ways.items():
+        parallelize_module(made[place], mesh["tp"], way)
+    return made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@on_ranks(4)
+def test_tied_weights_that_are_spread_over_ranks(schedule: str, executor: str) -> None:
+    """The gradient of an embedding that is cut into rows is whole on every rank, unlike that of the head."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    head = {-1: ColwiseParallel(output_layouts=Replicate())}
+    both = head | {0: RowwiseParallel(input_layouts=Replicate())}
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def built(ways: dict[int, Any]) -> Pipeline:
+        made, tied = tied_words(mesh, ways), [("0.weight", f"{LAYERS + 1}.weight")]
+        options: Any = {"mesh": mesh, "executor": executor, "timeout": 60, "tied": tied}
+        return Pipeline(made, schedule, MICROBATCHES, loss_fn, **options)
+
+    words = torch.arange(8 * MICROBATCHES).view(-1, 4) % 7
+    pipe, unsplit = built(both), tied_words(mesh, both)
+    unsplit[-1].weight = unsplit[0].weight
+    result = pipe.step(words, target=words)
+    loss = loss_fn(nn.Sequential(*unsplit)(words), words)
+    loss.backward()
+    torch.testing.assert_close(result.loss, loss.detach())
+    grads = dict(nn.Sequential(*unsplit).named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), whole(grads[name].grad), msg=name)
+    text = said(lambda: built(head))
+    assert "0.weight" in text and "a plain tensor" in text and "over ('tp',)" in text, text
 
 
 class Attention(nn.Module):

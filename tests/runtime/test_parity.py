@@ -47,8 +47,9 @@ def test_odd_models(case: str) -> None:
     assert parity.ok, parity
 
 
-def test_the_pipelines_own_layers_are_a_model() -> None:
-    layers = CASE.layers(6)
+@pytest.mark.parametrize("kind", [list, nn.ModuleList])
+def test_the_pipelines_own_layers_are_a_model(kind: Callable[[list[nn.Module]], Any]) -> None:
+    layers = kind(CASE.layers(6))
     pipe = Pipeline(layers, "interleaved_1f1b", 4, squared, num_ranks=2)
     assert check_parity(pipe, layers, batch(), num_microbatches=6).ok
 

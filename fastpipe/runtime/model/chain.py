@@ -387,7 +387,7 @@ def shallow(module: Any) -> Any:
 
 def whole(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     """The model as one module, also if it is given as layers."""
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and (has_own_forward(model) or not isinstance(model, nn.ModuleList)):
         return model
     layers = as_layers(model)
     assert layers is not None, "a model is a module or the list of its layers"

@@ -30,6 +30,7 @@ from fastpipe.runtime.common import (
     dense_grad,
     digest_of,
     grad_dtype_of,
+    is_dtensor,
     local_part,
     parameters_of,
     torch_private,
@@ -91,26 +92,37 @@ def kind_of_tie(tie: Tie, modules: Mapping[int, nn.Module]) -> str:
     """The wrapper of the weight's local stages.
 
     Raises:
-        ValueError: if the stages have different wrappers.
+        ValueError: if the stages have different wrappers, or distribute the weight differently.
     """
-    found = [{tie.names[0]: kind_of(modules[stage])} for stage in tie.stages if stage in modules]
-    check_same_kinds(found)
-    return found[0][tie.names[0]] if found else ""
+    check_same_kinds([{tie.names[0]: text} for text in _texts_of_kinds(tie, modules)])
+    return next((kind_of(modules[stage]) for stage in tie.stages if stage in modules), "")
+
+
+def _texts_of_kinds(tie: Tie, modules: Mapping[int, nn.Module]) -> Iterator[str]:
+    """For each local name, the wrapper of its stage and how the weight is distributed there."""
+    for name, (stage, local) in zip(tie.names, tie.members, strict=True):
+        if stage in modules:
+            weight: Any = parameter_of(unwrapped(modules[stage]), local, name)
+            spread = "a plain tensor"
+            if is_dtensor(weight):
+                spread = f"a DTensor with {weight.placements} over {weight.device_mesh.mesh_dim_names}"
+            yield f"{kind_of(modules[stage]) or 'no wrapper'} and {spread}"
 
 
 def kinds_of_ties(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> dict[str, str]:
-    """By weight with local stages, their wrapper."""
-    return {tie.names[0]: kind_of_tie(tie, modules) for tie in ties if modules.keys() & set(tie.stages)}
+    """By weight with local stages, what must be the same in all of its stages."""
+    found = {tie.names[0]: next(_texts_of_kinds(tie, modules), "") for tie in ties}
+    return {name: text for name, text in found.items() if text}
 
 
 def check_same_kinds(found: Sequence[Mapping[str, str]]) -> None:
-    """Refuse a weight whose stages have different wrappers."""
+    """Refuse a weight whose stages have different wrappers, or that they distribute differently."""
     kinds: dict[str, str] = {}
     for name, kind in ((name, kind) for part in found for name, kind in part.items()):
         if kinds.setdefault(name, kind) != kind:
             raise ValueError(
-                f"stages: one stage with the tied weight {name} is in {kinds[name] or 'no wrapper'} but another in "
-                f"{kind or 'no wrapper'}; use one wrapper for all of them"
+                f"stages: the tied weight {name} is in {kinds[name]} in one stage but in {kind} in another; use one "
+                "wrapper for all of them, and distribute the weight alike (parallelize_module of both, for example)"
             )
 
 
@@ -147,6 +159,14 @@ def with_local_part(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
     mesh, placements = spread.device_mesh, spread.placements
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=spread.shape, stride=spread.stride())
+
+
+def _placed(grad: Any, like: Any) -> torch.Tensor:
+    """A gradient, distributed like the weight; that of an embedding that is cut into rows, for example, is not."""
+    if is_dtensor(grad) and grad.placements != like.placements:
+        grad = grad.redistribute(placements=like.placements)
+    placed: torch.Tensor = grad
+    return placed
 
 
 class Shared:
@@ -531,7 +551,7 @@ class TiedWeights(StageCopies):
         mine += [None] * (max(map(len, held.values())) - len(mine))
         there = torch.tensor([grad is not None for grad in mine])
         empty = torch.zeros_like(local_part(like), dtype=grad_dtype_of(like))
-        tensors = [there, *(empty if grad is None else dense_grad(local_part(grad)) for grad in mine)]
+        tensors = [there, *(empty if grad is None else dense_grad(local_part(_placed(grad, like))) for grad in mine)]
         for peer in peers:
             given, *theirs = self.exchange(peer, tensors)
             found |= {s: with_local_part(like, theirs[i]) if given[i] else None for i, s in enumerate(held[peer])}

@@ -131,7 +131,7 @@ def _checked_metrics(metrics: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
         if not isinstance(name, str):
             raise ValueError(f"loss_fn returned a metric under {name!r}: give it a name")
         if isinstance(value, torch.Tensor):
-            found[name] = value.detach()
+            found[name] = _on_every_rank(value, f"loss_fn: the metric {name!r}").detach()
         elif isinstance(value, bool | int | float):
             found[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         else:
@@ -147,15 +147,24 @@ def checked_loss(loss: Any) -> torch.Tensor:
         raise ValueError(
             f"loss_fn returned a {type(loss).__name__}: return one tensor with one element, the loss of the microbatch"
         )
-    if is_dtensor(loss):
-        raise ValueError("loss_fn returned a DTensor: return loss.to_local() of a replicated loss")
-    if loss.numel() != 1:
-        raise ValueError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}: reduce it to one element")
-    if loss.is_complex():
+    value = _on_every_rank(loss, "loss_fn: the loss")
+    if value.numel() != 1:
+        raise ValueError(f"loss_fn returned a tensor of shape {tuple(value.shape)}: reduce it to one element")
+    if value.is_complex():
         raise ValueError(
-            f"loss_fn returned a complex number ({loss.dtype}): make it real, for example by .abs() or .real"
+            f"loss_fn returned a complex number ({value.dtype}): make it real, for example by .abs() or .real"
         )
-    return loss.reshape(()) if loss.dim() else loss
+    return value.reshape(()) if value.dim() else value
+
+
+def _on_every_rank(value: Any, what: str) -> torch.Tensor:
+    """The value of a DTensor that every rank of its mesh has, as `loss_parallel` makes losses; others are refused."""
+    if is_dtensor(value):
+        if not all(placement.is_replicate() for placement in value.placements):
+            raise ValueError(f"{what} is a DTensor with the placements {value.placements}: give its full_tensor()")
+        value = value.to_local()
+    tensor: torch.Tensor = value
+    return tensor
 
 
 def scale_loss(loss: torch.Tensor, divisor: float | None) -> torch.Tensor:
@@ -244,7 +253,8 @@ def _checked(value: Any, name: str) -> torch.Tensor:
             else f"a {type(value).__name__}"
         )
         raise ValueError(f"add_loss({name!r}): give a floating-point tensor with one element, not {found}")
-    return value.reshape(()) if value.dim() else value
+    loss = _on_every_rank(value, f"add_loss: {name!r}")
+    return loss.reshape(()) if loss.dim() else loss
 
 
 class AddedLosses:

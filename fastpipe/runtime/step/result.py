@@ -439,11 +439,12 @@ def gather_outputs(steps: Steps, member: Membership, device: torch.device, own: 
     if member.size == 1:
         return own
     packed: dict[int, Tensors] = {}
+    stage = max(steps.stages, key=lambda stage: stage.index)
 
     def headers() -> Reply:
-        last = max(stage.index for stage in steps.stages)
-        # in a dict, which preserves tuples
-        packed.update({i: dense_all(to_tensors({"output": output}, {}, last)) for i, output in sorted(own.items())})
+        for i, output in sorted(own.items()):
+            # in a dict, which preserves tuples
+            packed[i] = dense_all(to_tensors({"output": output}, {}, stage.index, mesh=stage.mesh))
         return {"outputs": [[i, [[dtype_name(t.dtype), t.shape] for t in tensors]] for i, tensors in packed.items()]}
 
     outputs = dict(own)
@@ -458,7 +459,7 @@ def gather_outputs(steps: Steps, member: Membership, device: torch.device, own: 
             except RuntimeError as error:
                 steps.abort(Failure(rank, cause_text(error), is_fatal=True), error)
             if rank != member.rank:
-                ((value,), _) = from_tensors(tensors)
+                ((value,), _) = from_tensors(tensors, mesh=stage.mesh)
                 outputs[i] = value["output"]
     return outputs
 
