@@ -111,7 +111,7 @@ class Schedule:
                 rows = [Action.parse(action) if isinstance(action, str) else action for action in order]
                 if not all(is_whole(field, least=-1) for row in rows for field in row):
                     raise ValueError("its fields are whole numbers")
-                columns.append(np.array(rows, dtype=np.int32).reshape(-1, len(FIELDS)).T)
+                columns.append(_columns(rows))
             except (TypeError, ValueError, OverflowError) as error:
                 raise ScheduleError(
                     f"rank {len(columns)}: give each action as an Action or its text: {error}"
@@ -322,7 +322,11 @@ def infer(name: str, orders: Sequence[Sequence[Action]]) -> Schedule:
         placement = Placement(len(orders), tuple(dict.fromkeys(routes)), "loaded")
     except ValueError as error:
         raise ScheduleError(str(error)) from None
-    return Schedule.from_actions(name, placement, num_microbatches, orders)
+    return Schedule(name, placement, num_microbatches, [_columns(order) for order in orders])
+
+
+def _columns(order: Sequence[Action]) -> Columns:
+    return np.array(order, dtype=np.int32).reshape(-1, len(FIELDS)).T
 
 
 def _route(ranks: Mapping[tuple[int, int], int], microbatch: int, num_stages: int) -> tuple[int, ...]:
