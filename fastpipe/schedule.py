@@ -81,6 +81,8 @@ class Schedule:
         columns: Sequence[Columns],
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(placement, Placement):
+            raise TypeError(f"placement: expected a Placement, found {type(placement).__name__}; see Placement.custom")
         if len(columns) != placement.num_ranks:
             raise ScheduleError(f"columns: {placement.num_ranks} ranks need as many arrays; found {len(columns)}")
         if not (is_whole(num_microbatches, least=1) and num_microbatches <= MOST):
@@ -89,7 +91,7 @@ class Schedule:
             raise TypeError(f"name: expected a str, found {type(name).__name__}")
         self.name = name
         self.placement = placement
-        self.num_microbatches = num_microbatches
+        self.num_microbatches = int(num_microbatches)
         self.options = dict(options or {})
         self.columns = tuple(_frozen(array, rank) for rank, array in enumerate(columns))
 
