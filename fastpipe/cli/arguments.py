@@ -24,7 +24,7 @@ _COST_HELP = {
     "activation_bytes": "bytes that a stage hands to the next",
     "stage_bytes": "bytes that a stage holds of a microbatch from F to W or B",
     "recompute": "the part of F, 0 to 1, that I or B runs again",
-    "kept_bytes": "bytes that a stage which recomputes holds from F to I or B; its input unless given",
+    "kept_bytes": "bytes that it holds from F to I or B beside its input; unless given, what is not recomputed",
 }
 
 _EPILOG = """\
