@@ -39,18 +39,25 @@ class Placement:
 
     def __post_init__(self) -> None:
         _check_counts(num_ranks=self.num_ranks)
-        if not 1 <= len(self.routes) <= 2:
-            raise ValueError(f"routes: a placement has one route or two, found {len(self.routes)}")
-        for route in self.routes:
-            if not route or len(route) != len(self.routes[0]):
+        try:
+            routes = tuple(map(tuple, self.routes))
+        except TypeError:
+            raise TypeError(f"routes = {self.routes!r}: give for each route the rank of every stage") from None
+        if not 1 <= len(routes) <= 2:
+            raise ValueError(f"routes: a placement has one route or two, found {len(routes)}")
+        for route in routes:
+            if not route or len(route) != len(routes[0]):
                 raise ValueError("routes: every route names a rank for each of the same stages, at least one")
             for stage, rank in enumerate(route):
                 if not (is_whole(rank) and rank < self.num_ranks):
                     raise ValueError(f"stage {stage} is placed on rank {rank!r}; ranks are 0 to {self.num_ranks - 1}")
-        placed = {rank for route in self.routes for rank in route}
+        placed = {rank for route in routes for rank in route}
         if len(placed) < self.num_ranks:
             idle = next(rank for rank in range(self.num_ranks) if rank not in placed)
             raise ValueError(f"no stage is placed on rank {idle}: give every one of {self.num_ranks} ranks a stage")
+        # lists and numbers of NumPy become what can be hashed, compared and written as JSON
+        object.__setattr__(self, "num_ranks", int(self.num_ranks))
+        object.__setattr__(self, "routes", tuple(tuple(map(int, route)) for route in routes))
 
     @classmethod
     def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> Placement:

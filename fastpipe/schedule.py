@@ -81,6 +81,8 @@ class Schedule:
         columns: Sequence[Columns],
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(placement, Placement):
+            raise TypeError(f"placement: expected a Placement, found {type(placement).__name__}; see Placement.custom")
         if len(columns) != placement.num_ranks:
             raise ScheduleError(f"columns: {placement.num_ranks} ranks need as many arrays; found {len(columns)}")
         if not (is_whole(num_microbatches, least=1) and num_microbatches <= MOST):
@@ -89,7 +91,7 @@ class Schedule:
             raise TypeError(f"name: expected a str, found {type(name).__name__}")
         self.name = name
         self.placement = placement
-        self.num_microbatches = num_microbatches
+        self.num_microbatches = int(num_microbatches)
         self.options = dict(options or {})
         self.columns = tuple(_frozen(array, rank) for rank, array in enumerate(columns))
 
@@ -111,7 +113,7 @@ class Schedule:
                 rows = [Action.parse(action) if isinstance(action, str) else action for action in order]
                 if not all(is_whole(field, least=-1) for row in rows for field in row):
                     raise ValueError("its fields are whole numbers")
-                columns.append(np.array(rows, dtype=np.int32).reshape(-1, len(FIELDS)).T)
+                columns.append(_columns(rows))
             except (TypeError, ValueError, OverflowError) as error:
                 raise ScheduleError(
                     f"rank {len(columns)}: give each action as an Action or its text: {error}"
@@ -322,7 +324,11 @@ def infer(name: str, orders: Sequence[Sequence[Action]]) -> Schedule:
         placement = Placement(len(orders), tuple(dict.fromkeys(routes)), "loaded")
     except ValueError as error:
         raise ScheduleError(str(error)) from None
-    return Schedule.from_actions(name, placement, num_microbatches, orders)
+    return Schedule(name, placement, num_microbatches, [_columns(order) for order in orders])
+
+
+def _columns(order: Sequence[Action]) -> Columns:
+    return np.array(order, dtype=np.int32).reshape(-1, len(FIELDS)).T
 
 
 def _route(ranks: Mapping[tuple[int, int], int], microbatch: int, num_stages: int) -> tuple[int, ...]:

@@ -43,7 +43,9 @@ def validate_schedule(schedule: Schedule) -> Schedule:
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule: expected a Schedule, found {type(schedule).__name__}; see make_schedule")
-    if not native_plan.is_valid_schedule(schedule):
+    if native_plan.is_valid_schedule(schedule.without_transfers()):
+        _check_transfers(schedule)
+    else:
         _validate(schedule)
     _warn_about_sums(schedule)
     return schedule
@@ -258,7 +260,7 @@ def _check_transfers(schedule: Schedule) -> None:
     for rank, order in enumerate(schedule):
         for position, action in enumerate(order):
             if action.kind in COMMUNICATION_KINDS:
-                _note_transfer(transfers, action, Place(rank, position))
+                _note_transfer(transfers, schedule, action, Place(rank, position))
     _check_missing(transfers)
     _check_order(transfers)
 
@@ -273,11 +275,12 @@ def _note_compute(transfers: _Transfers, schedule: Schedule, part: Action, place
         transfers.made[Message(forward, target, part.microbatch)] = place
 
 
-def _note_transfer(transfers: _Transfers, action: Action, place: Place) -> None:
+def _note_transfer(transfers: _Transfers, schedule: Schedule, action: Action, place: Place) -> None:
     forward, sends = action.kind in _FORWARD, action.kind in _SENDS
     stage = action.stage + (1 if forward else -1) if sends else action.stage
     message = Message(forward, stage, action.microbatch)
     where = f"rank {place.rank}, position {place.position}, {action}"
+    _check_kind(schedule, place.rank, action, where)
     made, used = transfers.made.get(message), transfers.used.get(message)
     if made is None or used is None or made.rank == used.rank:
         raise ScheduleError(f"{where}: nothing goes from one rank to another there")

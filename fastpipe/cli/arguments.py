@@ -23,8 +23,8 @@ _COST_HELP = {
     "bandwidth": "bytes per second of a link",
     "activation_bytes": "bytes of a stage's output",
     "stage_bytes": "bytes that a stage holds of a microbatch from F to W or B",
-    "recompute": "fraction of F that I or B runs again, 0 to 1",
-    "kept_bytes": "bytes that a stage which recomputes holds from F to I or B (default: its input)",
+    "recompute": "fraction of F, 0 to 1, that I or B runs again",
+    "kept_bytes": "bytes that it holds from F to I or B beside its input (default: what is not recomputed)",
 }
 
 _EPILOG = """\

@@ -65,7 +65,8 @@ class Family:
             if option.check is not None and not option.check(value):
                 raise ValueError(f"{name} = {value!r}: {self.name} takes {option.text}")
             values[name] = value
-        check_size(num_ranks, num_microbatches, values.get("stages_per_rank", self.stages_per_rank))
+        stages = values.get("stages_per_rank", self.stages_per_rank * values.get("waves", 1))
+        check_size(num_ranks, num_microbatches, stages)
         schedule = self.generate(num_ranks, num_microbatches, **values)
         schedule.options.update(options)
         return schedule

@@ -72,6 +72,9 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: ANY.partition([1, 2], 1.0), "num_stages = 1.0"),
     (lambda: Placement(2.0, ((0, 1),)), "num_ranks = 2.0"),  # type: ignore[arg-type]
     (lambda: Placement(1, (("0",),)), "stage 0 is placed on rank '0'"),  # type: ignore[arg-type]
+    (lambda: Placement(1, 0), "routes = 0: give for each route the rank of every stage"),  # type: ignore[arg-type]
+    (lambda: Placement(1, (0,)), "routes = (0,): give for each route"),  # type: ignore[arg-type]
+    (lambda: Schedule.from_actions("x", [0], 1, [[]]), "placement: expected a Placement, found list"),  # type: ignore[arg-type]
     (lambda: Schedule.from_actions("x", Placement.loop(1), ANY.action.NONE, [[]]), "num_microbatches = -1"),
     (lambda: Schedule.from_actions("x", Placement.loop(1), float("inf"), [[]]), "num_microbatches = inf"),  # type: ignore[arg-type]
     (lambda: Schedule.from_actions(["x"], Placement.loop(1), 1, [[]]), "name: expected a str"),  # type: ignore[arg-type]
@@ -94,6 +97,17 @@ def test_a_file_of_costs_that_is_no_text_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"costs\.json: .*invalid start byte"):
         CostModel.from_json(path)
+
+
+def test_a_placement_of_lists_and_numbers_of_numpy_is_the_same() -> None:
+    given: Any = np.int64(2), [[np.int64(0), np.int32(1)]]
+    found = Placement(*given)
+    assert found == Placement(2, ((0, 1),)) and hash(found) == hash(Placement(2, ((0, 1),)))
+    count: Any = np.int64(1)
+    orders = [["0F0", "0B0"], ["1F0", "1B0"]]
+    schedule, same = (Schedule.from_actions("x", found, m, orders) for m in (count, 1))
+    assert schedule == same and hash(schedule) == hash(same)
+    assert ANY.lower(schedule).to_json() == ANY.lower(same).to_json()
 
 
 def test_whole_numbers_of_numpy_are_numbers() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastpipe
-from fastpipe import CostModel, Program, ProgramError, Schedule, ScheduleError, native_plan
+from fastpipe import CostModel, Program, ProgramError, Schedule, ScheduleError, native_plan, validate
 from fastpipe.lower import lower
 from fastpipe.simulate import simulate_program
 from tests.conftest import native_expected
@@ -61,6 +61,23 @@ def check_schedule(schedule: Schedule) -> None:
         program = lower(schedule, recv_lookahead=lookahead)
         assert same_program(program, in_python(lambda n=lookahead: lower(schedule, recv_lookahead=n)))
         check_program(program)
+
+
+def test_transfers_are_proved_beside_what_the_library_proves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only they are left to Python, and said of them is what Python alone says."""
+    schedule = fastpipe.make_schedule("zbv", num_ranks=2, num_microbatches=3)
+    loaded = Schedule.from_csv(fastpipe.lower(schedule, coalesce=True).to_csv())
+    with monkeypatch.context() as patch:
+        patch.setattr(validate, "_validate", lambda schedule: pytest.fail("it was proved in Python"))
+        loaded.validate()
+    for field in range(5):
+        columns = [array.copy() for array in loaded.columns]
+        position = int(np.flatnonzero(columns[0][0] == fastpipe.ActionKind.SEND_F)[0])
+        columns[0][field, position] += 1
+        wrong = Schedule("wrong", loaded.placement, 3, columns)
+        refused = outcome(wrong.validate)
+        assert isinstance(refused, tuple) and "rank 0, position" in refused[1]
+        assert in_python(lambda wrong=wrong: outcome(wrong.validate)) == refused
 
 
 def check_program(program: Program) -> None:

@@ -276,6 +276,7 @@ def test_an_order_by_hand():
         ("1f1b", 10**9, 1, {}, "num_ranks = 1000000000: there are at most 1,000,000"),
         ("zbv", 8, 10**9, {}, "that is 16,000,000,000 forwards, and a schedule has at most 100,000,000"),
         ("interleaved_1f1b", 4, 4, {"stages_per_rank": 10**9}, "1000000000: that is 16,000,000,000 forwards"),
+        ("hanayo", 2, 4, {"waves": 10**8}, "stages_per_rank = 200000000: that is 1,600,000,000 forwards"),
     ],
 )
 def test_refused_with_the_numbers(name, p, m, options, message):
