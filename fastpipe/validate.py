@@ -187,9 +187,10 @@ def _warn_about_sums(schedule: Schedule) -> None:
         if not np.array_equal(orders[place], reference[place[2]])
     ]
     if wrong:
+        more = f" (the first of {len(wrong)} such orders)" if len(wrong) > 1 else ""
         warnings.warn(
             f"{wrong[0]} come in another order than stage 0's {first}, in which the reference sums, so that last bits "
-            f"of weight gradients differ (found {len(wrong)} times)",
+            f"of weight gradients differ{more}",
             stacklevel=3,
         )
 

@@ -61,6 +61,7 @@ def test_an_orders_times_are_the_simulators(case: tuple[str, int, int, dict[str,
         assert [span.start for span in timeline.compute_spans(rank)] == times[0][mine].tolist()
 
 
+@pytest.mark.filterwarnings("ignore:.*come in another order")
 @settings(max_examples=30, deadline=None)
 @given(random_schedules(), st.integers(0, 1000))
 def test_no_search_time_is_above_the_simulators(schedule: Schedule, seed: int) -> None:
