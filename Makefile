@@ -71,7 +71,7 @@ lint: build  ## check style and formatting, and that generated pages are current
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
-	@for page in schedules waves readme layout; do $(BIN)/python docs/write_$$page.py --check || exit 1; done
+	@for page in schedules waves readme layout choosing; do $(BIN)/python docs/write_$$page.py --check || exit 1; done
 
 types: setup  ## check types
 	$(BIN)/mypy
