@@ -145,7 +145,8 @@ def test_a_stalled_rank_is_waited_for(how: str, transport: str) -> None:
     if how == "sleeps":
         assert "rank 1 is at" in text and "computes 1F1" in text and "in forward)" in text
     else:
-        assert "rank 1 has not reported" in text
+        # if it was slow before it was stopped, it has
+        assert "rank 1 has not reported" in text or "rank 1 is at" in text
 
 
 def test_at_the_timeout_the_error_says_who_waited_for_whom() -> None:
