@@ -75,6 +75,7 @@ def _rank(rank: int, size: int, port: int, options: argparse.Namespace, pipe: Co
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     count = options.microbatches
+    torch.manual_seed(0)  # all ranks get one batch
     model = Pipeline(
         lambda _: nn.Linear(WIDTH, WIDTH), "1f1b", count, nn.functional.mse_loss, executor=options.executor
     )
