@@ -471,4 +471,6 @@ def _parameters_of_forward(module: nn.Module) -> list[inspect.Parameter] | None:
 
 def selected(kwargs: Mapping[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
     """The items of ``kwargs`` in ``names``; all if ``names`` is None."""
+    if not kwargs:
+        return {}
     return {name: value for name, value in kwargs.items() if names is None or name in names}

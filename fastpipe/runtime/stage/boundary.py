@@ -207,8 +207,9 @@ def to_tensors(
         ValueError: for a tree that cannot be encoded; names the stage.
     """
     if not carried:
-        value = _complete(value)
-        if isinstance(value, torch.Tensor) and _is_plain((value,)):
+        if not _is_simple(value):
+            value = _complete(value)
+        if _is_simple(value) and not _is_treespec(value):
             return (value,)
         if type(value) in (tuple, list) and _is_plain(value) and (received is None or received.made(value)):
             return tuple(value) if received is None else received.send(value)[0]
@@ -286,7 +287,7 @@ def _is_treespec(tensor: torch.Tensor) -> bool:
 
 def _is_plain(values: Any) -> bool:
     """Whether these are distinct tensors of which the first does not look like a treespec."""
-    if not all(isinstance(value, torch.Tensor) and _is_simple(value) for value in values):
+    if not all(map(_is_simple, values)):
         return False
     return not (values and _is_treespec(values[0])) and len(set(map(id, values))) == len(values)
 
@@ -301,8 +302,8 @@ def _complete(value: Any) -> Any:
     return value.clone() if torch_private.is_collective_result(value) else value
 
 
-def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether it is no more than its elements; what another class holds or does, as a MaskedTensor, would be lost."""
+def _is_simple(tensor: Any) -> bool:
+    """Whether it is a tensor of elements alone; what a subclass holds or does, such as a MaskedTensor, would be lost."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 

@@ -13,7 +13,7 @@ rounds differently, and is done only if the user asks for it. Tensors without a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -136,19 +136,24 @@ class ReceivedTensors:
     def receive(self, sent: Tensors, keys: Sequence[Sent] | None = None) -> Tensors:
         """The tensors of a message. Without ``keys`` all are sent, and new."""
         kept = self._held.tensors.pop(self._microbatch, {})
-        arrived = iter(sent)
         if keys is None:
-            keys = [(self.stage - 1, place, False) for place in range(len(sent))]
-        return tuple(self._receive((made, place), kept if held else arrived) for made, place, held in keys)
+            for place, tensor in enumerate(sent):
+                self._note((self.stage - 1, place), tensor)
+            return sent
+        arrived = iter(sent)
+        return tuple(
+            self._from_kept((made, place), kept) if held else self._note((made, place), next(arrived))
+            for made, place, held in keys
+        )
 
-    def _receive(self, key: Key, source: dict[Key, torch.Tensor] | Iterator[torch.Tensor]) -> torch.Tensor:
-        if isinstance(source, dict):
-            tensor = _read_here(source[key])
-            self._from_held.add(key)
-            if tensor.requires_grad and torch.is_grad_enabled():
-                tensor = enter(tensor, self._grads(), key)
-        else:
-            tensor = next(source)
+    def _from_kept(self, key: Key, kept: dict[Key, torch.Tensor]) -> torch.Tensor:
+        tensor = _read_here(kept[key])
+        self._from_held.add(key)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor = enter(tensor, self._grads(), key)
+        return self._note(key, tensor)
+
+    def _note(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
         # inference tensors do not count changes in place
         if not tensor.is_inference():
             self._known[id(tensor)] = key, tensor, (version_of(tensor), tensor.requires_grad)

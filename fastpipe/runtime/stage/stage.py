@@ -300,8 +300,9 @@ class Stage:
 
     def _finish(self, microbatch: int, output: Any) -> Tensors:
         output, values = split_carried(output)
-        passed_on({}, values, self.index, self.takes, self.later)
-        self.losses.carried |= selected(values, self.losses.names)
+        if values:
+            passed_on({}, values, self.index, self.takes, self.later)
+            self.losses.carried |= selected(values, self.losses.names)
         return self.losses.roots(microbatch, output)
 
     def forward(self, microbatch: int, inputs: Tensors, *, splits: bool = False) -> Tensors:
