@@ -303,7 +303,7 @@ def _complete(value: Any) -> Any:
 
 
 def _is_simple(tensor: Any) -> bool:
-    """Whether it is a tensor of elements alone; what a subclass holds or does, such as a MaskedTensor, would be lost."""
+    """Whether it is a tensor of elements alone; what a subclass holds or does, as a MaskedTensor, would be lost."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
