@@ -186,7 +186,8 @@ class Average:
             except FailureError:
                 raise
             except Exception as error:  # raised by `Replicated.finish`
-                self.error, self.status[0] = error, 1
+                # without its frames, of which this one holds it
+                self.error, self.status[0] = error.with_traceback(None), 1
         self._report()
 
     def unwatch(self) -> None:
@@ -459,6 +460,9 @@ class Replicated(DataParallel):
             if error.failure.is_fatal:  # replicas wait in the groups of the other wrappers, too
                 self.broken = dict.fromkeys(self.groups, error.failure.cause)
             raise
+        except Exception as error:  # replicas may wait in a collective that has not begun here
+            self.broken = dict.fromkeys(self.groups, cause_text(error))
+            raise FailureError(Failure(None, cause_text(error), is_fatal=True)) from error
         finally:
             self._restore([average.wrapper for average in running])
         # equal on every replica

@@ -103,17 +103,21 @@ class DataParallel(ABC):
         )
 
     def explained(self, cause: str, failure: str | None, deadline: float) -> str:
-        """The cause of a failed step, with the place where another replica failed; all replicas call it."""
-        found = (failure or "").encode()[:_LONGEST]
+        """The cause of a failed step, with the place where another replica failed; all replicas call it.
+
+        Raises:
+            FailureError: a fatal one, if a group breaks in it.
+        """
+        found, before = (failure or "").encode()[:_LONGEST], set(self.broken)
         for group in self.groups:
             own = torch.frombuffer(bytearray(found.ljust(_LONGEST, b"\0")), dtype=torch.uint8).to(self.device)
             everywhere = [torch.empty_like(own) for _ in range(group.size())]
             if not self.completes(deadline, dist.all_gather, everywhere, own, group=group):
-                if len(self.groups) == 1:
-                    raise FailureError(Failure(None, self.broken[group], is_fatal=True))
                 continue
             texts = (bytes(other.tolist()).rstrip(b"\0") for other in everywhere)
             found = next(filter(None, texts), b"")
+        for group in self.broken.keys() - before:
+            raise FailureError(Failure(None, self.broken[group], is_fatal=True))
         return f"{cause}: {found.decode(errors='ignore')}" if found else cause
 
     def wait(self, future: Any, deadline: float, group: dist.ProcessGroup) -> Any:

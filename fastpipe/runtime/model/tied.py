@@ -169,6 +169,12 @@ def _placed(grad: Any, like: Any) -> torch.Tensor:
     return placed
 
 
+def _undistributed(grad: Any) -> torch.Tensor | None:
+    """All of a gradient. Collective over the mesh if it is a DTensor."""
+    found: torch.Tensor | None = grad.full_tensor() if is_dtensor(grad) else grad
+    return found
+
+
 class Shared:
     """One weight on this process: a Parameter (`agreed`, equal on all its processes), and an alias per later stage."""
 
@@ -530,7 +536,7 @@ class TiedWeights(StageCopies):
         for weight in self.shared:
             if isinstance(weight, SharedShards):
                 shards = {weight.stages[0]: weight.parameter, **weight.aliases}
-                own = {stage: whole(shard) for stage, shard in shards.items()}
+                own = {stage: _undistributed(whole(shard)) for stage, shard in shards.items()}
                 like = torch.empty(weight.parameter.shape, dtype=weight.parameter.dtype, device=weight.parameter.device)
                 found[weight.tie.names[0]] = sum_of_uses(self._gathered(weight, own, like))
         return found
