@@ -154,6 +154,16 @@ def check_while_reducing(group: Any, when: str, check: Callable[[], None]) -> No
     setattr(group, name, reduce)
 
 
+def check_next_step(pipe: Pipeline, replica: int) -> None:
+    """A step after the one that failed has the gradients of the unsplit model."""
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    reference = Reference(pipe)
+    step(pipe, 1, replica)
+    reference.step(1)
+    assert not (wrong := wrong_gradients(pipe, reference)), wrong
+
+
 def no_memory(group: Any, processes: Any, num_begun: int) -> None:
     if processes is not None:
         raise RuntimeError("no memory for zeros either")
@@ -180,12 +190,7 @@ def fails_while_reducing(wrap: str, when: str, executor: str) -> tuple[str, str]
     if when in ("out of step", "twice"):
         return found
     fails[0] = False
-    for parameter in pipe.parameters():
-        parameter.grad = None
-    reference = Reference(pipe)
-    step(pipe, 1, replica)
-    reference.step(1)
-    assert not (wrong := wrong_gradients(pipe, reference)), wrong
+    check_next_step(pipe, replica)
     return found
 
 
@@ -298,12 +303,7 @@ def another_number(wrap: str, executor: str) -> tuple[str, str]:
     pipe = build(wrap, "zbv", executor, over)
     x, target = batch(0, replica)
     kind, text, _ = caught(lambda: pipe.step(x, target=target, num_microbatches=(5, 8)[replica]))
-    for parameter in pipe.parameters():
-        parameter.grad = None
-    reference = Reference(pipe)
-    step(pipe, 1, replica)
-    reference.step(1)
-    assert not (wrong := wrong_gradients(pipe, reference)), wrong
+    check_next_step(pipe, replica)
     return kind, text
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,15 @@ def test_a_name_that_is_gone_is_missed(owner: object, name: str, monkeypatch: py
     gone = torch_private.Private(owner, name, "a test", "that test")  # type: ignore[arg-type]
     monkeypatch.setattr(torch_private, "PRIVATE", (*torch_private.PRIVATE[:1], gone))
     assert list(torch_private.missing().values()) == ["that test"]
+
+
+def test_collectives_are_counted_by_the_backend_of_the_groups_device() -> None:
+    """Of a process group for CPUs and GPUs the default backend may be the other one, which counts its own."""
+    counts = {"cpu": 3, "meta": 5}
+    own = {kind: SimpleNamespace(_get_sequence_number_for_group=lambda n=n: n) for kind, n in counts.items()}
+    shards = SimpleNamespace(_get_sequence_number_for_group=lambda: 3, _get_backend=lambda device: own[device.type])
+    group = SimpleNamespace(mesh_info=SimpleNamespace(shard_process_group=shards), device=torch.device("meta"))
+    assert torch_private.fsdp_collectives(group) == [(shards, 5), (None, -1)]
 
 
 def test_every_entry_says_what_for_and_what_fails_without() -> None:

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.without_torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "fastpipe"
-PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
+FOLDERS = ("docs", "benchmarks")
+PAGES = sorted([*REPOSITORY.glob("*.md"), *(page for name in FOLDERS for page in REPOSITORY.glob(f"{name}/**/*.md"))])
 EXAMPLE = "fastpipe/schedules/eager.py"
 """The file that CONTRIBUTING.md writes as an example."""
 
@@ -40,7 +41,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
         if target.startswith(("https://", "http://")):
@@ -52,23 +53,25 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(path), f"{page.name} links to {target}, and there is no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_named_files_exist(page: Path) -> None:
     """A source in backticks is a file: a path from the root, the package or its runtime, or a bare name."""
-    names = {path.name for folder in ("fastpipe", "csrc", "tests", "docs") for path in (REPOSITORY / folder).rglob("*")}
+    names = {
+        path.name for folder in ("fastpipe", "csrc", "tests", *FOLDERS) for path in (REPOSITORY / folder).rglob("*")
+    }
     for name in re.findall(r"`([\w/.-]+\.(?:py|cpp|h|md|toml|txt))`", without_code(page.read_text())):
         known = name in names or any((root / name).exists() for root in (REPOSITORY, PACKAGE, PACKAGE / "runtime"))
         assert known or name == EXAMPLE, f"{page.name} names {name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_named_names_are_public(page: Path) -> None:
     text = re.sub(r"^```sh.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for name in set(re.findall(r"\bfastpipe\.([A-Za-z]\w*)\b", text)) - set(fastpipe.__all__):
         assert (PACKAGE / f"{name}.py").exists() or (PACKAGE / name).is_dir(), f"{page.name} names fastpipe.{name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE))
     commands = [line for block in blocks(page, "sh") for line in block.splitlines()]

@@ -480,13 +480,13 @@ def fsdp_collectives(group: Any) -> list[tuple[Any, int]]:
     of the shards, and of their replicas. Each with its number of collectives so far."""
     names = "shard_process_group", "replicate_process_group"
     found = [getattr(group.mesh_info, name, None) for name in names]
-    return [(one, _num_collectives(one)) for one in found]
+    return [(one, _num_collectives(one, group.device)) for one in found]
 
 
-def _num_collectives(process_group: Any) -> int:
-    """-1 if there is no such group, or this process has left it."""
+def _num_collectives(process_group: Any, device: torch.device) -> int:
+    """Those of the backend for a device; -1 if there is no such group, or this process has left it."""
     try:
-        return -1 if process_group is None else int(process_group._get_sequence_number_for_group())
+        return -1 if process_group is None else int(process_group._get_backend(device)._get_sequence_number_for_group())
     except RuntimeError:
         return -1
 
@@ -494,7 +494,7 @@ def _num_collectives(process_group: Any) -> int:
 def join_fsdp_collective(group: Any, process_group: Any, before: int) -> None:
     """Send zeros in a collective of `post_backward` that has not begun since `fsdp_collectives`, if there is one."""
     trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    if not trained or before < 0 or _num_collectives(process_group) != before:
+    if not trained or before < 0 or _num_collectives(process_group, group.device) != before:
         return
     # the message of the other replicas has the shards of all gradients, with their padding
     length = sum(p._sharded_param_data.numel() for p in trained)
@@ -665,10 +665,15 @@ PRIVATE = (
     Private(_C10D, "_new_process_group_helper _world GroupName", "groups created by their members only", _GROUPS),
     Private(
         "torch.distributed.ProcessGroup",
-        "get_group_store _register_backend _get_backend _start_coalescing _end_coalescing "
-        "_get_sequence_number_for_group",
-        "groups that end when they are dropped, and are aborted; two ways in one operation; whether a collective began",
+        "get_group_store _register_backend _get_backend _start_coalescing _end_coalescing",
+        "groups that end when they are dropped, and are aborted; two ways in one operation",
         "transports between processes",
+    ),
+    Private(
+        "torch._C._distributed_c10d.Backend",
+        "_get_sequence_number_for_group",
+        "whether a collective began",
+        _SHARDED,
     ),
     Private(
         _DDP,

@@ -167,18 +167,17 @@ class Average:
         device = self.buckets[0].buffer().device
         status = [int(failed), *map(int, skips), *marks, *again, *used]
         self.status = torch.tensor(status, dtype=torch.int64, device=device)
-        if not self._has_hook:
-            self._report()
+        self._reported = None if self._has_hook else self._report()  # a hook may still raise: see `end_hooks`
 
-    def _report(self) -> None:
-        self._reported = dist.all_reduce(self.status, group=self.wrapper.process_group, async_op=True).get_future()
+    def _report(self) -> Any:
+        return dist.all_reduce(self.status, group=self.wrapper.process_group, async_op=True).get_future()
 
     def end_hooks(self, wait: Callable[[Any], Any]) -> None:
         """Wait for the averages of a user's hook, if there is one, and report an error of it to the other replicas.
 
         Only the report shows whether a replica is lost, or whether the hook raised for another reason.
         """
-        if not self._has_hook:
+        if self._reported is not None:
             return
         for future in self._futures:
             try:
@@ -188,7 +187,7 @@ class Average:
             except Exception as error:  # raised by `Replicated.finish`
                 # without its frames, of which this one holds it
                 self.error, self.status[0] = error.with_traceback(None), 1
-        self._report()
+        self._reported = self._report()
 
     def unwatch(self) -> None:
         """Remove the hooks."""
