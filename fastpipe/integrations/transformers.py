@@ -4,52 +4,32 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import convert_to_fp32
-from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
-from transformers import Trainer
+from transformers import Trainer, __version__
 from transformers.trainer_pt_utils import find_batch_size
 
 import fastpipe
 
-FOLDER = "pipeline"
-"""In a checkpoint of the Trainer, that of fastpipe."""
-REFUSED = (
-    "fp16",
-    "torch_compile",
-    "deepspeed",
-    "fsdp",
-    "label_smoothing_factor",
-    "auto_find_batch_size",
-    "use_liger_kernel",
-    "parallelism_config",
-    "bf16_full_eval",
-    "fp16_full_eval",
-)
+FOLDER = "pipeline"  # in a checkpoint of the Trainer, that of fastpipe
+REFUSED = """fp16 torch_compile deepspeed fsdp label_smoothing_factor auto_find_batch_size use_liger_kernel
+    parallelism_config bf16_full_eval fp16_full_eval"""
 """Arguments of the Trainer that would do something to the model, or to the loss, that a pipeline would not see."""
-REPLACED = (
-    "training_step",
-    "prediction_step",
-    "_clip_grad_norm",
-    "_get_grad_norm",
-    "_load_best_model",
-    "_load_optimizer_and_scheduler",
-    "_save_optimizer_and_scheduler",
-    "_wrap_model",
-)
+REPLACED = """training_step prediction_step _clip_grad_norm _get_grad_norm _load_best_model _wrap_model
+    _load_optimizer_and_scheduler _save_optimizer_and_scheduler"""
 """Methods of the Trainer instead of which these here are called."""
 
 
 class PipelineTrainer(Trainer):
-    """`transformers.Trainer` over a pipeline; ``class Mine(PipelineTrainer, Other)`` for a Trainer of another kind.
+    """`transformers.Trainer` over a pipeline, ``pipe``; ``class Mine(PipelineTrainer, Other)`` for another Trainer.
 
-    Its attribute ``pipe`` is the pipeline. A ValueError names an argument of the Trainer that a pipeline cannot follow.
+    A ValueError names an argument of the Trainer that a pipeline cannot follow.
 
     Args:
         pipeline: the arguments of `fastpipe.Pipeline`, without layers and loss: ``{"schedule": "zbv",
@@ -62,54 +42,38 @@ class PipelineTrainer(Trainer):
         self._check()
         layers: Any = fastpipe.split(self.model)
         scale = self._scale = [1.0]  # not self: the threads of ranks hold the loss function, and would hold the Trainer
-        self._num_tokens = layers.num_tokens
-
-        @functools.wraps(layers.loss_fn)
-        def loss_fn(output: Any, labels: Any) -> Any:
-            return layers.loss_fn(output, labels) * scale[0]
-
-        self.pipe = fastpipe.Pipeline(layers, loss_fn=loss_fn, loss_reduction=layers.num_tokens, **pipeline)
+        loss_fn, self._num_tokens = layers.loss_fn, layers.num_tokens
+        scaled = functools.wraps(loss_fn)(lambda output, labels: loss_fn(output, labels) * scale[0])
+        self.pipe = fastpipe.Pipeline(layers, loss_fn=scaled, loss_reduction=layers.num_tokens, **pipeline)
         if self.args.world_size not in (1, self.pipe.num_ranks):
             raise ValueError(f"{self.args.world_size} processes, {self.pipe.num_ranks} ranks: each must have one")
-        self._local = nn.ModuleList(self.pipe.stage_modules.values())
+        self._local = torch.nn.ModuleList(self.pipe.stage_modules.values())
 
     def _check(self) -> None:
         """Refuse what a pipeline would not follow."""
-        for name in REPLACED:
+        for name in REPLACED.split():
             if not hasattr(Trainer, name):
-                raise ValueError(f"transformers {transformers.__version__} has no Trainer.{name}: use the tested 5.24")
+                raise ValueError(f"transformers {__version__} has no Trainer.{name}: use the tested 5.24")
             if getattr(super(PipelineTrainer, type(self)), name) is not getattr(Trainer, name):
                 raise ValueError(f"{name} of another Trainer would not be called: derive from one without its own")
-        args = self.args
-        refused = {name: getattr(args, name, None) for name in REFUSED}
+        args, own_loss = self.args, getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss
+        optim, sampling = str(args.optim), str(getattr(args, "train_sampling_strategy", ""))
+        refused = {name: getattr(args, name, None) for name in REFUSED.split()}
         refused |= {"model_init": self.model_init, "compute_loss_func": self.compute_loss_func}
-        if getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss:
-            refused["compute_loss"] = self.compute_loss
-        if any(kind in str(args.optim).lower() for kind in ("lomo", "layerwise")):  # these step within the backward
-            refused["optim"] = str(args.optim)
-        sampling = str(getattr(args, "train_sampling_strategy", None))
-        if "batch_rebalance" in sampling and args.world_size > 1:
-            refused["train_sampling_strategy"] = sampling
-        for name, value in refused.items():
-            if value:
-                raise ValueError(f"{name} = {value!r}: leave it out with a pipeline")
+        refused |= {"compute_loss": own_loss and self.compute_loss}
+        refused |= {"optim": re.search("(?i)lomo|layerwise", optim) and optim}  # these step within the backward
+        refused |= {"train_sampling_strategy": args.world_size > 1 and "batch_rebalance" in sampling and sampling}
+        for name in filter(refused.get, refused):
+            raise ValueError(f"{name} = {refused[name]!r}: leave it out with a pipeline")
         if args.n_gpu > 1:  # the Trainer multiplies the batch by it
             raise ValueError(f"n_gpu = {args.n_gpu}: one process uses one GPU; hide the others, or use torchrun")
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's; every process has the same batches, and what is gathered of all is its own."""
         super().create_accelerator_and_postprocess()
-        same_for_all = functools.partial(
-            prepare_data_loader,
-            device=self.accelerator.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=True,
-            rng_types=self.accelerator.rng_types,
-            use_seedable_sampler=self.accelerator.use_seedable_sampler,
-            data_seed=self.args.data_seed,
-        )
-        self.accelerator.prepare_data_loader = lambda loader, *_, **__: same_for_all(loader)
+        options = {name: getattr(self.accelerator, name) for name in ("device", "rng_types", "use_seedable_sampler")}
+        options |= {"num_processes": 1, "process_index": 0, "put_on_device": True, "data_seed": self.args.data_seed}
+        self.accelerator.prepare_data_loader = lambda loader, *_, **__: prepare_data_loader(loader, **options)
         self.accelerator.gather = lambda values: values
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,22 +81,21 @@ class PipelineTrainer(Trainer):
         if self.args.world_size > 1 and getattr(sampler, "generator", self) is None:  # stages draw from torch's own
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
             sampler.generator = generator = torch.Generator().manual_seed(seed)
-            # the order of an epoch is the same in a run that goes on from a checkpoint
-            sampler.set_epoch = lambda epoch: generator.manual_seed(seed + epoch)
+            sampler.set_epoch = lambda epoch: generator.manual_seed(seed + epoch)  # the same in a run that resumes
         return sampler
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """The rows of an optimizer's step, of which no process has others."""
         return int(args.train_batch_size * args.gradient_accumulation_steps)
 
-    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> nn.Module:
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
         return self._local
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Of this process's parameters."""
         return super().create_optimizer(self._local)
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward of all ranks, scaled as the Trainer scales a batch of several."""
         model.train()
         self.optimizer.train()  # those without a schedule have modes
@@ -141,8 +104,7 @@ class PipelineTrainer(Trainer):
         return self._run(self.pipe.step, inputs).loss.to(self.args.device)
 
     def _run(self, call: Any, inputs: Any, **options: Any) -> Any:
-        # a last batch may have fewer rows than the pipeline has microbatches
-        options["num_microbatches"] = min(find_batch_size(inputs), self.pipe.num_microbatches)
+        options["num_microbatches"] = min(find_batch_size(inputs), self.pipe.num_microbatches)  # of a last batch, fewer
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             return call(**inputs, **options)
 
@@ -169,9 +131,8 @@ class PipelineTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         resumes = _internal_call and not self.args.save_only_model
-        optimizer = self.optimizer.optimizer if resumes else None
         extra = {"scheduler": self.lr_scheduler.state_dict()} if resumes else None
-        fastpipe.save_checkpoint(folder / FOLDER, self.pipe, optimizer, extra=extra)
+        fastpipe.save_checkpoint(folder / FOLDER, self.pipe, self.optimizer.optimizer if resumes else None, extra=extra)
         if self.args.should_save and self.args.world_size > 1:  # this process has an older state of others' stages
             load({"model": self.model.state_dict()}, checkpoint_id=folder / FOLDER, no_dist=True)
         super().save_model(output_dir, _internal_call)
