@@ -176,10 +176,15 @@ def _undistributed(grad: Any) -> torch.Tensor | None:
 
 
 class Shared:
-    """One weight on this process: a Parameter (`agreed`, equal on all its processes), and an alias per later stage."""
+    """One weight on this process: a Parameter (`agreed`, equal on all its processes), and an alias per later stage.
 
-    def __init__(self, tie: Tie, places: Mapping[int, Places]) -> None:
+    Args:
+        is_averaged: whether its stages are in DistributedDataParallel.
+    """
+
+    def __init__(self, tie: Tie, places: Mapping[int, Places], *, is_averaged: bool = False) -> None:
         self.tie = tie
+        self.is_averaged = is_averaged
         self.stages = sorted(places)
         module, name = places[self.stages[0]][0]
         self.parameter = self.agreed = module.get_parameter(name)
@@ -232,10 +237,17 @@ class Shared:
         return {self.stages[0]: self.parameter.grad} | {stage: alias.grad for stage, alias in self.aliases.items()}
 
     def set_aside(self) -> None:
-        """Save the existing gradient, so that the step's own is separate."""
-        self.kept = self.parameter.grad
-        for parameter in (self.parameter, *self.aliases.values()):
-            parameter.grad = None
+        """Save the existing gradient, so that the step's own is separate.
+
+        DistributedDataParallel averages all of ``.grad``, with earlier steps: there the existing gradient stays, as a
+        part of the step's gradient of the tie's first stage only.
+        """
+        if not self.is_averaged:
+            self.kept = self.parameter.grad
+        if not self.is_averaged or self.stages[0] != self.tie.stages[0]:
+            self.parameter.grad = None
+        for alias in self.aliases.values():
+            alias.grad = None
 
     def add_up(self, grads: Grads) -> None:
         """Add the stages' gradients, the last stage's first as in a backward, to the saved one."""
@@ -251,20 +263,6 @@ def sum_of_uses(grads: Grads) -> torch.Tensor | None:
     for stage in sorted(grads, reverse=True):
         total = added(total, grads[stage])
     return total
-
-
-class SharedReplicas(Shared):
-    """A weight of stages in DistributedDataParallel, which averages all of ``.grad``, with earlier steps.
-
-    So the existing gradient stays there, and is part of the step's gradient of the tie's first stage only.
-    """
-
-    def set_aside(self) -> None:
-        """Keep the existing gradient only on the holder of the tie's first stage."""
-        if self.stages[0] != self.tie.stages[0]:
-            self.parameter.grad = None
-        for alias in self.aliases.values():
-            alias.grad = None
 
 
 class SharedShards(Shared):
@@ -593,14 +591,16 @@ def make_tied(
         exchange: exchanges tensors with other processes; None if all ranks are here.
         make: creates the work for stages held twice.
     """
-    shared = []
+    shared: list[Shared] = []
     for tie in ties:
         names = {stage: name for stage, name in reversed(tie.members) if stage in modules}
         if len(tie.stages) > 1 and names:
             own = {stage: unwrapped(modules[stage]) for stage in names}
             places = {stage: places_of(own[stage], own[stage].get_parameter(name)) for stage, name in names.items()}
-            kinds = {REPLICATED: SharedReplicas, SHARDED: SharedShards}
-            shared.append(kinds.get(kind_of_tie(tie, modules), Shared)(tie, places))
+            if (kind := kind_of_tie(tie, modules)) == SHARDED:
+                shared.append(SharedShards(tie, places))
+            else:
+                shared.append(Shared(tie, places, is_averaged=kind == REPLICATED))
     if not shared:
         return make()
     return TiedWeights(shared, placement, rank, exchange, twins_in(modules.values()), make)
