@@ -22,10 +22,11 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -261,14 +262,6 @@ class _Files(FileSystem):
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
 
-@dataclass
-class _WriteLocation:
-    """Where a rank writes; DCP's first rank sends it with the plans."""
-
-    prefix: str
-    folder: Path
-
-
 class _Writer(FileSystemWriter):
     """DCP's writer into the folder of a `Save`, which DCP's first rank begins and completes.
 
@@ -287,10 +280,9 @@ class _Writer(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._save = Save(self._target)
-        folder = self._save.folder
-        return [
-            replace(plan, storage_data=_WriteLocation(FILE_PREFIX.format(i), folder)) for i, plan in enumerate(plans)
-        ]
+        # where each rank writes; DCP sends it with the plans
+        places = (SimpleNamespace(prefix=FILE_PREFIX.format(i), folder=self._save.folder) for i in range(len(plans)))
+        return [replace(plan, storage_data=place) for plan, place in zip(plans, places, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         self.path = plan.storage_data.folder
