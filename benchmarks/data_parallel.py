@@ -74,7 +74,7 @@ def arm(stage: Stage, num_microbatches: int) -> None:
 
 def bucket_sizes(pipe: Pipeline) -> list[list[int]]:
     """Elements of each bucket of each local stage, as they are now: an armed reducer makes them anew."""
-    wrappers = [wrapper for stage in pipe._stages for wrapper in stage.parallel.wrappers]
+    wrappers = [wrapper for stage in pipe._steps.stages for wrapper in stage.parallel.wrappers]
     return [[b.buffer().numel() for b in wrapper.reducer._get_zeros_like_grad_buckets()] for wrapper in wrappers]
 
 
@@ -94,7 +94,7 @@ def make_tasks(way: str, options: Any, mesh: Any) -> dict[str, Callable[[], Any]
     pipe = Pipeline(
         stage, options.schedule, options.microbatches, loss_fn, group=mesh["pp"], executor="python", timeout=60
     )
-    for each in pipe._stages:
+    for each in pipe._steps.stages:
         if way == "armed":
             arm(each, options.microbatches)
         elif way == "at REDUCE_GRAD":

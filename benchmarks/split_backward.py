@@ -109,7 +109,7 @@ class Rounds:
         b, i, w = median(self.whole, Op.B), median(self.split, Op.I), median(self.split, Op.W)
         low, _, high = quartiles(self.ratios())
         forwards = median(self.split, Op.F) / median(self.whole, Op.F)
-        held = self.pipes[1]._stages[1].peak_held_bytes / 2**20
+        held = self.pipes[1]._steps.stages[1].peak_held_bytes / 2**20
         cells = [f"{1e3 * seconds:.3f}" for seconds in (b, i, w)]
         both = f"{(i + w) / b:.3f} ({low:.3f}..{high:.3f})"
         return [self.size, str(self.blocks), *cells, both, f"{forwards:.3f}", f"{held:.3f}"]

@@ -48,7 +48,7 @@ def load_safetensors(path: str | os.PathLike[str], pipe: Pipeline) -> None:
             raise ImportError("fastpipe.load_safetensors needs safetensors: python -m pip install safetensors")
         files = _files_of(path)
         state = pipe.state_dict()
-        sources.update(_sources(state, files, [tie.names for tie in pipe._ties], path))
+        sources.update(_sources(state, files, [tie.names for tie in pipe._local.ties], path))
         _check_shapes(state, sources)
         return {"there": list(files), "used": [*state, *(name for _, name in sources.values())]}
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from fastpipe.runtime.common import bytes_of, decoded, digest_of, encoded, keep_state, pytree, zero_grad_of
 from fastpipe.runtime.coordination import Reply
-from fastpipe.runtime.model import NamedParameter, Tie, TiedWeights, whole
+from fastpipe.runtime.model import Tie, TiedWeights, whole
 from fastpipe.runtime.pipeline import Pipeline, StepResult
 from fastpipe.runtime.stage import PER_MICROBATCH
 from fastpipe.runtime.step import GradNorms, NamedGrad, Norm
@@ -249,164 +249,166 @@ def check_parity(
     if isinstance(model, str) or not isinstance(model, nn.Module | Sequence | None):
         raise TypeError(f"model is a {type(model).__name__}: give the unsplit model, or the list of its layers")
     unsplit = None if model is None else whole(model)
-    check = _Check(pipe, unsplit, model, batch, num_microbatches, kwargs or {})
+    count = pipe.num_microbatches if num_microbatches is None else num_microbatches
     with _restored(pipe, unsplit) as rewind:
-        return check.run(rewind)
+        return _check(pipe, model, unsplit, batch, kwargs or {}, count, rewind)
 
 
-class _Check:
-    """One check, from the step to the table."""
+def _check(
+    pipe: Pipeline,
+    given: nn.Module | Sequence[nn.Module] | None,
+    model: nn.Module | None,
+    batch: tuple[Any, Any],
+    kwargs: Mapping[str, Any],
+    count: int,
+    rewind: Callable[[], bool],
+) -> Parity:
+    """The pipeline's step, then the unsplit model's from the same buffers and generators.
 
-    def __init__(
-        self,
-        pipe: Pipeline,
-        model: nn.Module | None,
-        given: nn.Module | Sequence[nn.Module] | None,
-        batch: tuple[Any, Any],
-        num_microbatches: int | None,
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        self.pipe = pipe
-        self.model = model
-        self.given = given
-        self.batch = batch
-        self.count = pipe.num_microbatches if num_microbatches is None else num_microbatches
-        self.kwargs = kwargs
-        self.step_count = pipe.step_count
+    Args:
+        given: the model as the user gave it; ``model`` is one module.
+        rewind: restores buffers and generators, and returns whether random numbers were drawn.
+    """
+    all_gather, step_count = pipe._steps.all_gather, pipe.step_count
+    copies: list[Any] = []
 
-    def run(self, rewind: Callable[[], bool]) -> Parity:
-        """The pipeline's step, then the unsplit model's from the same buffers and generators."""
-        all_gather = self.pipe._steps.all_gather
-        all_gather("check_parity", self._take_batch)
-        result = self._step()
-        if result.loss is None:
-            raise ValueError("pipe: its step has no loss; give it a loss_fn, or a last stage that returns a loss")
-        drew = rewind()
-        self.gradients = _whole_gradients(self.pipe)
-        replies = all_gather("check_parity, gradients", lambda: self._beginning(drew))
-        self.names = self._all_names(replies)
-        self.sent = self._gather_gradients(replies)
-        gathering = GradNorms()
-        timeout = self.pipe._steps.ranks.timeout
-        values, _ = gathering.gather(all_gather, "check_parity, norms", self._held(), lambda: (2.0, {}), timeout)
-        norms, norm = gathering.norms, gathering.total(values, 2.0, self.pipe.device)
-        answers = all_gather("check_parity, comparison", lambda: self._compare(result, norms, norm, replies))
-        return self._parity(answers, result.loss, norm, any(reply["drew"] for reply in replies))
-
-    def _take_batch(self) -> Reply:
+    def take_batch() -> Reply:
         """Copy the batch, so that the user's tensors get no gradients."""
-        if not isinstance(self.batch, tuple | list) or len(self.batch) != 2:
-            raise ValueError(f"batch is a {type(self.batch).__name__}: give (input, target); the target may be None")
-        self.copies = [_copy((self.batch, dict(self.kwargs))) for _ in range(2)]
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise ValueError(f"batch is a {type(batch).__name__}: give (input, target); the target may be None")
+        copies.extend(_copy((batch, dict(kwargs))) for _ in range(2))
         return {}
 
-    def _step(self) -> StepResult:
-        (inputs, target), kwargs = self.copies[0]
-        args = inputs if isinstance(inputs, tuple) else (inputs,)
-        # without a reduction over replicas: the model has only this replica's batch
-        with self.pipe.no_sync() if self.pipe._programs.parallel else contextlib.nullcontext():
-            return self.pipe.step(*args, target=target, num_microbatches=self.count, **kwargs)
+    all_gather("check_parity", take_batch)
+    result = _step(pipe, *copies[0], count)
+    if result.loss is None:
+        raise ValueError("pipe: its step has no loss; give it a loss_fn, or a last stage that returns a loss")
+    drew = rewind()
+    named, gradients = pipe._named_parameters(), _whole_gradients(pipe)
 
-    def _beginning(self, drew: bool) -> Reply:
+    def begin() -> Reply:
         """What other ranks need from this rank for the comparison."""
-        named = _named(self.pipe)
         parameters = [[p.stage, p.name, digest_of(_whole(p.parameter)), p.is_echo] for p in named]
-        return {"has_model": self.model is not None, "parameters": parameters, "drew": drew}
+        return {"has_model": model is not None, "parameters": parameters, "drew": drew}
 
-    def _held(self) -> list[NamedGrad]:
-        grads = {(p.stage, p.name): (self.gradients[p.stage, p.name], p.is_echo) for p in _named(self.pipe)}
-        return [NamedGrad(*key, grad, is_echo) for key, (grad, is_echo) in grads.items() if grad is not None]
+    replies = all_gather("check_parity, gradients", begin)
+    names = _all_names(replies)
+    sent = _gather_gradients(pipe, {} if model is not None else gradients, replies)
+    own = [
+        NamedGrad(p.stage, p.name, grad, p.is_echo) for p in named if (grad := gradients[p.stage, p.name]) is not None
+    ]
+    gathering = GradNorms()
+    values, _ = gathering.gather(all_gather, "check_parity, norms", own, lambda: (2.0, {}), pipe._steps.ranks.timeout)
+    norms, norm = gathering.norms, gathering.total(values, 2.0, pipe.device)
 
-    def _all_names(self, replies: Sequence[Reply]) -> list[Key]:
-        """Stage and name of every parameter of the pipeline, in the unsplit model's order."""
-        if not any(reply["has_model"] for reply in replies):
-            raise ValueError("model is None on every rank: give the unsplit model on one rank at least")
-        listed = [parameter for reply in replies for parameter in reply["parameters"]]
-        # a tied parameter is in the order of its first stage
-        listed.sort(key=lambda parameter: bool(parameter[3]))
-        return sorted(dict.fromkeys((stage, name) for stage, name, *_ in listed), key=lambda key: key[0])
-
-    def _gather_gradients(self, replies: Sequence[Reply]) -> Gradients:
-        """Send the gradients of ranks without the model to the first rank with it."""
-        if all(reply["has_model"] for reply in replies):
-            return {}
-        mine = self.gradients if self.model is None else {}
-        own = [[*key, grad if grad is None else encoded(grad)] for key, grad in mine.items()]
-        sent = self.pipe._steps.all_gather("check_parity, gradients sent", lambda: {"gradients": own})
-        if self.pipe.rank != next(rank for rank, reply in enumerate(replies) if reply["has_model"]):
-            return {}
-        listed = (grad for reply in sent for grad in reply["gradients"])
-        return {(stage, name): grad if grad is None else decoded(*grad) for stage, name, grad in listed}
-
-    def _compare(
-        self, result: StepResult, norms: Sequence[Norm], norm: torch.Tensor, replies: Sequence[Reply]
-    ) -> Reply:
+    def compare() -> Reply:
         """Run the unsplit model's step, and list the differences."""
-        if self.model is None:
+        if given is None or model is None:
             return {"differences": []}
-        parameters = self._parameters_by_key(self.model)
+        parameters = _parameters_by_key(model, names)
         digests = {(stage, name): digest for reply in replies for stage, name, digest, _ in reply["parameters"]}
-        ties = ties_in(self.model, self.pipe._ties)
+        ties = ties_in(model, pipe._local.ties)
         stale = [key for key, p in parameters.items() if digest_of(_whole(p)) != digests[key]]
-        reference = self._reference(ties)
+        for parameter in model.parameters():
+            parameter.grad = None
+        reference = _reference(pipe, given, *copies[1], count, step_count, ties)
         grads = {key: _dense(parameter.grad) for key, parameter in parameters.items()}
         expected_norm = torch.nn.utils.get_total_norm(_expected(parameters, grads, norms))
         found = [Difference("parameter", name, stage, note="not the pipeline's") for stage, name in stale]
         found += _compare_losses(result, reference) + _compare_reports(result, reference)
         found += compared("norm", "", None, norm, expected_norm)
-        for (stage, name), grad in {**self.gradients, **self.sent}.items():
+        for (stage, name), grad in {**gradients, **sent}.items():
             found += compared("gradient", name, stage, grad, grads[stage, name])
         return {
             "differences": [asdict(difference) for difference in found],
             "expected": [float(reference.loss), float(expected_norm)],
-            "merged": len(ties) < len(self.pipe._ties),
+            "merged": len(ties) < len(pipe._local.ties),
         }
 
-    def _parameters_by_key(self, model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
-        """The model's parameters by the pipeline's names; matched by name (stage number optional), or by order."""
-        own = dict(model.named_parameters())
-        if len(own) != len(self.names):
-            raise ValueError(
-                f"model has {len(own)} parameters but the pipeline has {len(self.names)}: give the model that the "
-                "pipeline's stages are cut from"
-            )
-        for candidates in ([name for _, name in self.names], [name.partition(".")[2] for _, name in self.names]):
-            if own.keys() == set(candidates):
-                return {key: own[name] for key, name in zip(self.names, candidates, strict=True)}
-        return dict(zip(self.names, own.values(), strict=True))
+    answers = all_gather("check_parity, comparison", compare)
+    found = [Difference(**difference) for answer in answers for difference in answer["differences"]]
+    expected_loss, expected_norm = map(torch.tensor, next(a["expected"] for a in answers if "expected" in a))
+    hints = {
+        _STALE: any(difference.what == "parameter" for difference in found),
+        _RANDOM: any(reply["drew"] for reply in replies),
+        _MERGED: any(answer.get("merged") for answer in answers),
+    }
+    return parity_of(found, len(names), (result.loss, expected_loss), (norm, expected_norm), hints)
 
-    def _reference(self, ties: Sequence[Tie]) -> Reference:
-        assert self.model is not None and self.given is not None
-        arguments = self.pipe._steps.batch
-        batch, kwargs = self.copies[1]
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        with torch.enable_grad():
-            return reference_step(
-                self.given,
-                batch,
-                self.pipe._programs.schedule(self.count),
-                arguments.loss_fn,
-                loss_reduction=arguments.loss_reduction,
-                split_rules=arguments.split,
-                kwargs=kwargs,
-                ties=ties,
-                rng=None if self.pipe._build.seed is None else PER_MICROBATCH,
-                seed=self.pipe._build.seed,
-                step_count=self.step_count,
-                partition=self.pipe._model.partition,
-                metrics=arguments.metrics,
-                grad_dtype=self.pipe.grad_dtype,
-                loss_scale=self.pipe._steps.scale_now(),
-            )
 
-    def _parity(self, answers: Sequence[Reply], loss: torch.Tensor, norm: torch.Tensor, drew: bool) -> Parity:
-        found = [Difference(**difference) for answer in answers for difference in answer["differences"]]
-        expected = next(answer["expected"] for answer in answers if "expected" in answer)
-        expected_loss, expected_norm = map(torch.tensor, expected)
-        merged = any(answer.get("merged") for answer in answers)
-        hints = {_STALE: any(d.what == "parameter" for d in found), _RANDOM: drew, _MERGED: merged}
-        return parity_of(found, len(self.names), (loss, expected_loss), (norm, expected_norm), hints)
+def _step(pipe: Pipeline, batch: Any, kwargs: Mapping[str, Any], count: int) -> StepResult:
+    inputs, target = batch
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    # without a reduction over replicas: the model has only this replica's batch
+    with pipe.no_sync() if pipe._steps.programs.parallel else contextlib.nullcontext():
+        return pipe.step(*args, target=target, num_microbatches=count, **kwargs)
+
+
+def _all_names(replies: Sequence[Reply]) -> list[Key]:
+    """Stage and name of every parameter of the pipeline, in the unsplit model's order."""
+    if not any(reply["has_model"] for reply in replies):
+        raise ValueError("model is None on every rank: give the unsplit model on one rank at least")
+    listed = [parameter for reply in replies for parameter in reply["parameters"]]
+    # a tied parameter is in the order of its first stage
+    listed.sort(key=lambda parameter: bool(parameter[3]))
+    return sorted(dict.fromkeys((stage, name) for stage, name, *_ in listed), key=lambda key: key[0])
+
+
+def _gather_gradients(pipe: Pipeline, mine: Gradients, replies: Sequence[Reply]) -> Gradients:
+    """Send the gradients of ranks without the model, which are ``mine`` there, to the first rank with it."""
+    if all(reply["has_model"] for reply in replies):
+        return {}
+    own = [[*key, grad if grad is None else encoded(grad)] for key, grad in mine.items()]
+    sent = pipe._steps.all_gather("check_parity, gradients sent", lambda: {"gradients": own})
+    if pipe.rank != next(rank for rank, reply in enumerate(replies) if reply["has_model"]):
+        return {}
+    listed = (grad for reply in sent for grad in reply["gradients"])
+    return {(stage, name): grad if grad is None else decoded(*grad) for stage, name, grad in listed}
+
+
+def _parameters_by_key(model: nn.Module, names: Sequence[Key]) -> dict[Key, nn.Parameter]:
+    """The model's parameters by the pipeline's names; matched by name (stage number optional), or by order."""
+    own = dict(model.named_parameters())
+    if len(own) != len(names):
+        raise ValueError(
+            f"model has {len(own)} parameters but the pipeline has {len(names)}: give the model that the pipeline's "
+            "stages are cut from"
+        )
+    for candidates in ([name for _, name in names], [name.partition(".")[2] for _, name in names]):
+        if own.keys() == set(candidates):
+            return {key: own[name] for key, name in zip(names, candidates, strict=True)}
+    return dict(zip(names, own.values(), strict=True))
+
+
+def _reference(
+    pipe: Pipeline,
+    model: nn.Module | Sequence[nn.Module],
+    batch: Any,
+    kwargs: Mapping[str, Any],
+    count: int,
+    step_count: int,
+    ties: Sequence[Tie],
+) -> Reference:
+    """The unsplit model's step, with the pipeline's arguments."""
+    arguments = pipe._steps.batch
+    with torch.enable_grad():
+        return reference_step(
+            model,
+            batch,
+            pipe._steps.programs.schedule(count),
+            arguments.loss_fn,
+            loss_reduction=arguments.loss_reduction,
+            split_rules=arguments.split,
+            kwargs=kwargs,
+            ties=ties,
+            rng=None if pipe._build.seed is None else PER_MICROBATCH,
+            seed=pipe._build.seed,
+            step_count=step_count,
+            partition=pipe._model.partition,
+            metrics=arguments.metrics,
+            grad_dtype=pipe.grad_dtype,
+            loss_scale=pipe._steps.scale_now(),
+        )
 
 
 def _compare_losses(result: StepResult, reference: Reference) -> list[Difference]:
@@ -440,13 +442,9 @@ def _expected(parameters: Mapping[Key, nn.Parameter], grads: Gradients, norms: S
     return [grad for key, grad in given.items() if grad is not None and (key in there or grads[key] is not None)]
 
 
-def _named(pipe: Pipeline) -> list[NamedParameter]:
-    return pipe._named_parameters()
-
-
 def _whole_gradients(pipe: Pipeline) -> Gradients:
     """This replica's gradients in the step, unsharded."""
-    parallel = {stage.index: stage.parallel for stage in pipe._stages if stage.parallel is not None}
+    parallel = {stage.index: stage.parallel for stage in pipe._steps.stages if stage.parallel is not None}
     held = [(parallel[index], module) for index, module in pipe.stage_modules.items() if index in parallel]
     holders = {id(parameter): holder for holder, module in held for parameter in module.parameters()}
 
@@ -454,7 +452,7 @@ def _whole_gradients(pipe: Pipeline) -> Gradients:
         holder = holders.get(id(parameter))
         return parameter.grad if holder is None else holder.whole_gradient(parameter)
 
-    found = {(p.stage, p.name): whole(p.parameter) for p in _named(pipe)}
+    found = {(p.stage, p.name): whole(p.parameter) for p in pipe._named_parameters()}
     copies = pipe._steps.copies
     sums = copies.whole_sums(whole) if isinstance(copies, TiedWeights) else {}
     found |= {key: sums[key[1]] for key in found if key[1] in sums}
@@ -490,7 +488,7 @@ def _restored(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[], 
     Yields:
         A function that restores buffers and generators, and returns whether random numbers were drawn.
     """
-    held = [stage.module for stage in pipe._stages]
+    held = [stage.module for stage in pipe._steps.stages]
     modules = {id(m): m for m in [*held, *([] if model is None else [model])]}.values()
     grads = [(p, p.grad) for module in modules for p in module.parameters()]
     restore_state = keep_state(modules)
@@ -504,7 +502,7 @@ def _restored(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[], 
 
     for parameter, _ in grads:
         parameter.grad = None
-    restores = [stage.parallel.put_aside() for stage in pipe._stages if stage.parallel is not None]
+    restores = [stage.parallel.put_aside() for stage in pipe._steps.stages if stage.parallel is not None]
     try:
         yield rewind
     finally:

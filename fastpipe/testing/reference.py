@@ -62,10 +62,7 @@ from fastpipe.runtime.step import (
     split_argument,
     weights_of,
 )
-from fastpipe.runtime.transport import Loopback
 from fastpipe.schedule import Schedule
-
-__all__ = ["Fault", "Loopback", "Reference", "reference_step"]
 
 
 @contextmanager
@@ -195,7 +192,7 @@ def reference_step(
         seed: with ``rng``: `torch.initial_seed` at the construction of the Pipeline. Default: the present one.
         step_count: with ``rng``: the Pipeline's before its step.
         partition: with ``rng``: as for `fastpipe.Pipeline`.
-        ties: tied weights whose uses are summed stage by stage, like in a pipeline (its ``_ties``). Without them
+        ties: tied weights whose uses are summed stage by stage, like in a pipeline (its ``_local.ties``). Without them
             autograd sums a microbatch's uses first, which differs only by rounding.
         loss_scale: multiplies each share of the loss before its backward, like `fastpipe.GradScaler`.
         grad_dtype: as for `fastpipe.Pipeline`; the model's parameters keep it.
@@ -213,101 +210,54 @@ def reference_step(
     model = whole(model)
     if grad_dtype is not None:
         set_grad_dtype(model, grad_dtype)
-    cut = _Microbatches.of(batch, kwargs or {}, schedule.num_microbatches, split_rules, has_targets=loss_fn is not None)
-    run = _StepOfMicrobatches(cut, loss_fn, loss_reduction, loss_scale)
+    inputs, target = batch
+    given, count = inputs if isinstance(inputs, tuple) else (inputs,), schedule.num_microbatches
+    columns = [split_argument(value, count, split_rules, i, f"input {i}") for i, value in enumerate(given)]
+    named = {name: split_argument(value, count, split_rules, name, name) for name, value in (kwargs or {}).items()}
+    targets = None if loss_fn is None else split(target, count, rule_for(split_rules, "target"), "target")
+    counted = count_rows(targets, columns, named, split_rules)
+    divided = loss_divisors(loss_reduction, None, targets, count) if callable(loss_reduction) else None
+    weights = weights_of(loss_reduction, divided, None if counted is None else counted[1], count)
+    divisors: Sequence[float | None] = weights.loss or [None] * count
+    losses: dict[int, torch.Tensor] = {}
+    scaled: dict[int, torch.Tensor] = {}
+    outputs: dict[int, Any] = {}
+    # by stage; here there is one
+    returned: Values = {0: {}}
+    added: Values = {0: {}}
+
+    def finish(i: int, output: Any, carried: Mapping[str, Any]) -> Any:
+        """Compute loss and metrics from a microbatch's output and carried values."""
+        taken, others = loss_arguments((output, selected(carried, names_of(loss_fn))), divisors[i])
+        found, measured = (
+            (returned_loss(output), {})
+            if loss_fn is None or targets is None
+            else loss_and_metrics(loss_fn(taken, targets[i], **others))
+        )
+        losses[i], returned[0][i] = checked_loss(found), list(measured.items())
+        return output
+
     with tied_reference(model, ties), _separate_halves(model, schedule) as next_half:
-        forward = _forward_of(model, layers, run.finish, rng, seed, step_count, partition, schedule.num_stages)
+        forward = _forward_of(model, layers, finish, rng, seed, step_count, partition, schedule.num_stages)
         for i in backward_order(schedule):
             next_half(i)
-            run.forward_backward(i, forward)
-    return run.reference(metrics)
+            with AddedLosses() as collected:
+                output = forward(i, tuple(column[i] for column in columns), {name: named[name][i] for name in named})
+            scaled[i], share = scale_loss(losses[i], divisors[i]), collected.share(divisors[i])
+            root = scaled[i] if share is None else scaled[i] + share
+            torch.autograd.backward(root if loss_scale is None else root * loss_scale)
+            outputs[i], added[0][i] = detached(output), collected.detached()
+    return Reference(
+        sum_in_order([scaled[i].detach() for i in range(count)]),
+        [losses[i].detach() for i in range(count)],
+        [outputs[i] for i in range(count)],
+        reduce_metrics(returned, count, weights, metrics),
+        added_by_name(added, weights),
+    )
 
 
 Forward = Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any]
 """The model's forward of one microbatch, of arguments by position and by name."""
-
-
-@dataclass
-class _Microbatches:
-    """A batch, split like in a pipeline."""
-
-    args: list[tuple[Any, ...]]
-    kwargs: list[dict[str, Any]]
-    targets: list[Any] | None
-    rows: list[int] | None
-
-    @classmethod
-    def of(
-        cls, batch: tuple[Any, Any], kwargs: Mapping[str, Any], count: int, rules: Rules, *, has_targets: bool
-    ) -> _Microbatches:
-        """Split ``(input, target)`` and the keyword arguments."""
-        inputs, target = batch
-        given = inputs if isinstance(inputs, tuple) else (inputs,)
-        columns = [split_argument(value, count, rules, i, f"input {i}") for i, value in enumerate(given)]
-        named = {name: split_argument(value, count, rules, name, name) for name, value in kwargs.items()}
-        targets = split(target, count, rule_for(rules, "target"), "target") if has_targets else None
-        counted = count_rows(targets, columns, named, rules)
-        return cls(
-            [tuple(column[i] for column in columns) for i in range(count)],
-            [{name: values[i] for name, values in named.items()} for i in range(count)],
-            targets,
-            None if counted is None else counted[1],
-        )
-
-
-class _StepOfMicrobatches:
-    """Runs the unsplit model's microbatches one after the other, and keeps their results; see `reference_step`."""
-
-    def __init__(
-        self,
-        cut: _Microbatches,
-        loss_fn: Callable[..., Any] | None,
-        reduction: str | Callable[[Any], float],
-        loss_scale: torch.Tensor | float | None,
-    ) -> None:
-        self.cut, self.loss_fn, self.loss_scale = cut, loss_fn, loss_scale
-        self.count = len(cut.args)
-        given = loss_divisors(reduction, None, cut.targets, self.count) if callable(reduction) else None
-        self.weights = weights_of(reduction, given, cut.rows, self.count)
-        self.divisors: Sequence[float | None] = self.weights.loss or [None] * self.count
-        self.losses: dict[int, torch.Tensor] = {}
-        self.scaled: dict[int, torch.Tensor] = {}
-        self.outputs: dict[int, Any] = {}
-        # by stage; here there is one
-        self.returned: Values = {0: {}}
-        self.added: Values = {0: {}}
-
-    def finish(self, i: int, output: Any, carried: Mapping[str, Any]) -> Any:
-        """Compute loss and metrics from a microbatch's output and carried values."""
-        targets = self.cut.targets
-        given, named = loss_arguments((output, selected(carried, names_of(self.loss_fn))), self.divisors[i])
-        found, measured = (
-            (returned_loss(output), {})
-            if self.loss_fn is None or targets is None
-            else loss_and_metrics(self.loss_fn(given, targets[i], **named))
-        )
-        self.losses[i], self.returned[0][i] = checked_loss(found), list(measured.items())
-        return output
-
-    def forward_backward(self, i: int, forward: Forward) -> None:
-        """Forward and backward of one microbatch."""
-        with AddedLosses() as collected:
-            output = forward(i, self.cut.args[i], self.cut.kwargs[i])
-        self.scaled[i], share = scale_loss(self.losses[i], self.divisors[i]), collected.share(self.divisors[i])
-        root = self.scaled[i] if share is None else self.scaled[i] + share
-        torch.autograd.backward(root if self.loss_scale is None else root * self.loss_scale)
-        self.outputs[i], self.added[0][i] = detached(output), collected.detached()
-
-    def reference(self, metrics: MetricRules) -> Reference:
-        """The results of all microbatches."""
-        each = range(self.count)
-        return Reference(
-            sum_in_order([self.scaled[i].detach() for i in each]),
-            [self.losses[i].detach() for i in each],
-            [self.outputs[i] for i in each],
-            reduce_metrics(self.returned, self.count, self.weights, metrics),
-            added_by_name(self.added, self.weights),
-        )
 
 
 def _forward_of(

@@ -177,7 +177,7 @@ class Seen:
 
 def first_draw(schedule: str, stage: int, pipe: Pipeline) -> tuple[int, int]:
     """The first step in which the stage is audited, and the auditor."""
-    program = pipe._programs.program(COUNT, forward_only=False)
+    program = pipe._steps.programs.program(COUNT, forward_only=False)
     for step in range(1000):
         drawn = draw(most(schedule), step, program)
         if drawn is not None and drawn.stage == stage:

@@ -119,6 +119,6 @@ def test_tied_gradients_in_fp32(schedule: str, transport: str, executor: str) ->
     for batch in CASES["bfloat16"].batches(2, 9):
         pipe.step(*batch.args, target=batch.target)
         pair = (batch.args, batch.target)
-        reference_step(unsplit, pair, pipe.schedule, squared, grad_dtype=torch.float32, ties=pipe._ties)
+        reference_step(unsplit, pair, pipe.schedule, squared, grad_dtype=torch.float32, ties=pipe._local.ties)
         assert unequal(pipe, unsplit) == []
     assert all(p.grad.dtype is torch.float32 for p in pipe.parameters())

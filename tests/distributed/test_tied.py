@@ -94,7 +94,7 @@ def train_sparse(schedule: str, tied: bool, executor: str) -> list[torch.Tensor]
     found = []
     for x in torch.randint(13, (2, 8, 3)):
         pipe.step(x, target=x.roll(-1, dims=1))
-        reference_step(unsplit, (x, x.roll(-1, dims=1)), pipe.schedule, loss_fn, ties=pipe._ties)
+        reference_step(unsplit, (x, x.roll(-1, dims=1)), pipe.schedule, loss_fn, ties=pipe._local.ties)
         grad, expected = layers[0].weight.grad, unsplit[0].weight.grad
         if grad is not None and expected is not None and 0 in pipe.stage_modules:
             assert grad.is_sparse == expected.is_sparse == (not tied)

@@ -79,7 +79,7 @@ def test_with_replicas(executor: str) -> None:
     pipe.step(x, target=y)
     for replica, model in enumerate(models):
         model.zero_grad()
-        reference_step(model, batch(0, replica), pipe.schedule, loss_fn, ties=pipe._ties)
+        reference_step(model, batch(0, replica), pipe.schedule, loss_fn, ties=pipe._local.ties)
     grads = [dict(model.named_parameters()) for model in models]
     for name, parameter in pipe.named_parameters():
         expected = (grads[0][name].grad + grads[1][name].grad) / 2

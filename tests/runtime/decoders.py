@@ -54,7 +54,7 @@ def assert_like(pipe: fastpipe.Pipeline, unsplit: Any, rows: int) -> None:
     ids, mask, labels = padded_batch(rows)
     result = pipe.step(ids, attention_mask=mask, target=labels)
     layers = fastpipe.split(unsplit)
-    options: Any = {"loss_reduction": layers.num_tokens, "kwargs": {"attention_mask": mask}, "ties": pipe._ties}
+    options: Any = {"loss_reduction": layers.num_tokens, "kwargs": {"attention_mask": mask}, "ties": pipe._local.ties}
     reference = reference_step(unsplit, (ids, labels), pipe.schedule, layers.loss_fn, **options)
     reference.outputs = [output.logits for output in reference.outputs]
     assert_same(pipe, result, unsplit, reference)

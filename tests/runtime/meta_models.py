@@ -80,7 +80,7 @@ def step(pipe: Pipeline, x: torch.Tensor) -> StepResult:
 
 
 def reference(pipe: Pipeline, whole: nn.Module, x: torch.Tensor) -> Reference:
-    return reference_step(whole, (x, x), pipe.schedule, loss_fn, ties=pipe._ties)
+    return reference_step(whole, (x, x), pipe.schedule, loss_fn, ties=pipe._local.ties)
 
 
 def assert_trains_like(pipe: Pipeline, whole: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -116,4 +116,4 @@ def run(pipe: Pipeline, steps: int) -> None:
 
 def model_of(pipe: Pipeline) -> Chain:
     """The layers of a pipeline with one layer a stage."""
-    return Chain({stage.index: stage.modules[0] for stage in sorted(pipe._stages, key=lambda stage: stage.index)})
+    return Chain({stage.index: stage.modules[0] for stage in sorted(pipe._steps.stages, key=lambda stage: stage.index)})

@@ -209,7 +209,7 @@ def test_a_value_travels_no_farther_than_it_is_named(executor: str) -> None:
     layers = [Rotary(), Attends(), Block(), Block()]
     pipe = pipeline(layers, executor)
     sent: dict[int, set[int]] = {}
-    for stage in pipe._stages:
+    for stage in pipe._steps.stages:
         run = stage.run
 
         def watched(microbatch: int, inputs: Any, run: Any = run, index: int = stage.index) -> Any:

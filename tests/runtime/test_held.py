@@ -138,7 +138,9 @@ def grads_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
 
 
 def nothing_is_left(pipe: Pipeline) -> bool:
-    return all(s.held is None or not (s.held.tensors or s.held.grads or s._received_tensors) for s in pipe._stages)
+    return all(
+        s.held is None or not (s.held.tensors or s.held.grads or s._received_tensors) for s in pipe._steps.stages
+    )
 
 
 @executors_in_turn("schedule, model", product(PLACES, MODELS))
@@ -215,7 +217,7 @@ def test_a_failed_step_leaves_nothing(executor: str) -> None:
 
 def test_ranks_that_are_visited_once_hold_nothing() -> None:
     pipe = Pipeline(made("read", 4), make_schedule("1f1b", num_ranks=4, num_microbatches=4), loss_fn=squared)
-    assert all(stage.held is None for stage in pipe._stages)
+    assert all(stage.held is None for stage in pipe._steps.stages)
     assert "carried     once to each rank" in pipeline("read", "zbv", cache_carried=True).describe()
     with pytest.raises(ValueError, match="cache_carried = 1: give True or False"):
         Pipeline(made("read", 4), "1f1b", 4, squared, num_ranks=4, cache_carried=1)  # type: ignore[arg-type]

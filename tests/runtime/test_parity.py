@@ -116,7 +116,7 @@ def test_random_numbers_of_each_microbatch_are_the_same(schedule: str, executor:
 
 
 def everything(pipe: Pipeline, model: nn.Module) -> list[Any]:
-    modules = [model, *(stage.module for stage in pipe._stages)]
+    modules = [model, *(stage.module for stage in pipe._steps.stages)]
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     return [torch.get_rng_state(), *(copy.deepcopy((t.detach(), t.grad)) for t in tensors)]
 

@@ -186,7 +186,7 @@ def test_where_nothing_draws_nothing_is_exclusive(executor: str) -> None:
     for _ in range(2):
         pipe.step(x, target=y)
         alone.step(x, target=y)
-        assert all(stage.random is None for stage in alone._stages), "one rank, no pairs, no seed"
+        assert all(stage.random is None for stage in alone._steps.stages), "one rank, no pairs, no seed"
     assert exclusive(pipe) == (False, False)
 
 

@@ -76,7 +76,7 @@ def test_one_recompute_a_microbatch(way: str, schedule: str, executor: str) -> N
     for _ in range(2):
         pipe.step(*batch.args, target=batch.target)
     pipe.eval_step(*batch.args)
-    layers = [m for stage in pipe._stages for m in stage.module.modules() if isinstance(m, Counted)]
+    layers = [m for stage in pipe._steps.stages for m in stage.module.modules() if isinstance(m, Counted)]
     microbatches = 4 if schedule == "dualpipe" else 8  # of a holder
     assert {layer.calls for layer in layers} == {microbatches * (2 * (1 if way == "none" else 2) + 1)}
 
@@ -93,7 +93,7 @@ def test_one_recompute_by_the_layers_own_checkpoint(schedule: str, reentrant: bo
     pipe = Pipeline(case.layers(8), schedule, 8, squared, num_ranks=2, executor=executor)
     result = pipe.step(*batch.args, target=batch.target)
     assert_same(pipe, result, unsplit, reference_step(unsplit, (batch.args, batch.target), pipe.schedule, squared))
-    layers = [m for stage in pipe._stages for m in stage.module.modules() if isinstance(m, Own)]
+    layers = [m for stage in pipe._steps.stages for m in stage.module.modules() if isinstance(m, Own)]
     assert {layer.calls for layer in layers} == {2 * 8}
 
 

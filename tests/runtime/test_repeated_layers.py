@@ -54,7 +54,7 @@ def compare(pipe: Pipeline, layers: list[nn.Module]) -> None:
             parameter.grad = None
     x, y = torch.randn(2, 8, WIDTH)
     result = pipe.step(x, target=y)
-    reference = reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss, ties=pipe._ties)
+    reference = reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss, ties=pipe._local.ties)
     assert result.loss is not None and same_bits(result.loss, reference.loss)
     assert not unequal(pipe, unsplit)
 
@@ -133,7 +133,7 @@ def test_the_references_buffers_are_the_layers() -> None:
     _, layers, pipe = build()
     unsplit = Chain(dict(enumerate(copy.deepcopy(layers))))
     x, y = torch.randn(2, 8, WIDTH)
-    reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss, ties=pipe._ties)
+    reference_step(unsplit, (x, y), pipe.schedule, nn.functional.mse_loss, ties=pipe._local.ties)
     assert float(unsplit.get_submodule("0").calls) == 8  # type: ignore[arg-type]
 
 

@@ -160,7 +160,7 @@ def test_a_profile_leaves_no_trace(executor: str) -> None:
     assert all(same_bits(value, before[0][name]) for name, value in pipe.state_dict().items())
     assert all(p.grad is before[1][name] for name, p in pipe.named_parameters())
     assert torch.equal(torch.get_rng_state(), before[2]) and pipe.step_count == 1
-    assert not any(module._forward_pre_hooks for stage in pipe._stages for module in stage.module.modules())
+    assert not any(module._forward_pre_hooks for stage in pipe._steps.stages for module in stage.module.modules())
 
 
 def test_tied_weights_stay_tied() -> None:
@@ -217,9 +217,9 @@ def test_stages_recompute_as_the_plan_says(executor: str) -> None:
             pipe.replan(plan)
         result = pipe.step(*given.args, target=given.target)
         assert_same(pipe, result, unsplit, reference_of(unsplit, given, pipe, case))
-    assert tuple(stage.recompute == "full" for stage in pipe._stages) == plan.recomputes
+    assert tuple(stage.recompute == "full" for stage in pipe._steps.stages) == plan.recomputes
     built = pipeline(plan.schedule, None, executor=executor, recompute=plan.recompute)
-    assert [stage.recompute for stage in built._stages] == [stage.recompute for stage in pipe._stages]
+    assert [stage.recompute for stage in built._steps.stages] == [stage.recompute for stage in pipe._steps.stages]
 
 
 def test_layers_keep_their_names() -> None:

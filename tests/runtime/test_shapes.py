@@ -51,7 +51,7 @@ def test_batches_of_any_size_and_number(schedule: str, executor: str) -> None:
     for rows, count in ((16, 4), (7, 4), (16, 4), (11, 6), (5, 5), (16, 4)):
         x, target = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
         result = pipe.step(x, target=target, num_microbatches=count)
-        reference = reference_step(unsplit, (x, target), pipe._programs.schedule(count), squared)
+        reference = reference_step(unsplit, (x, target), pipe._steps.programs.schedule(count), squared)
         assert same_bits(result.loss, reference.loss)
         for parameter, other in zip(pipe.parameters(), unsplit.parameters(), strict=True):
             assert same_bits(parameter.grad, other.grad)
@@ -149,7 +149,7 @@ def test_an_evaluation_between_backward_and_optimizer(executor: str) -> None:
     pipe.train()
     assert all(map(same_bits, before, [p.grad for p in pipe.parameters()]))
     assert all(same_bits(v, buffers[k]) for m in pipe.stage_modules.values() for k, v in m.named_buffers())
-    assert all(not stage._records and not stage.work.outputs for stage in pipe._stages)
+    assert all(not stage._records and not stage.work.outputs for stage in pipe._steps.stages)
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])

@@ -62,7 +62,7 @@ def compare_steps(pipe: Pipeline, layers: list[nn.Module], steps: int = 2, *, ev
     ours, theirs = (torch.optim.AdamW(list(model.parameters()), lr=0.03) for model in (pipe, unsplit))
     for number, (x, y) in enumerate(batches(steps, 2 * pipe.num_microbatches + 1), start=1):
         result = pipe.step(x, target=y)
-        reference = reference_step(unsplit, (x, y), pipe.schedule, loss_fn, ties=pipe._ties)
+        reference = reference_step(unsplit, (x, y), pipe.schedule, loss_fn, ties=pipe._local.ties)
         assert result.loss is not None and same_bits(result.loss, reference.loss)
         assert not (wrong := unequal(pipe, unsplit)), f"the gradients of {wrong} differ"
         if number % every == 0:
@@ -133,7 +133,7 @@ def test_declared_where_a_function_makes_the_stages(schedule: str) -> None:
     model[1].weight = model[0].table.weight
     ((x, y),) = batches(1, 9)
     pipe.step(x, target=y)
-    reference_step(model, (x, y), pipe.schedule, loss_fn, ties=pipe._ties)
+    reference_step(model, (x, y), pipe.schedule, loss_fn, ties=pipe._local.ties)
     assert not unequal(pipe, model) and head.weight is embed.table.weight
 
 
@@ -148,7 +148,7 @@ def test_parity_and_checkpoints_know_tied_weights(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match=r"7.weight and 0.table.weight "):
         model = tied_layers()
         model[-1].weight = nn.Parameter(model[-1].weight.detach().clone())
-        reference_step(model, (x, y), pipe.schedule, loss_fn, ties=pipe._ties)
+        reference_step(model, (x, y), pipe.schedule, loss_fn, ties=pipe._local.ties)
     pipe.step(x, target=y)
     optimizer.step()
     save_checkpoint(tmp_path, pipe, optimizer)

@@ -67,7 +67,7 @@ def compare(
 
 def waiting(pipe: Pipeline) -> set[str]:
     """The names of the parameters of the last stage whose gradients wait for W."""
-    stage = pipe._stages[-1]
+    stage = pipe._steps.stages[-1]
     return {name.partition(".")[2] for name, p in stage.module.named_parameters() if p._cdata in stage.deferred}
 
 
@@ -117,7 +117,7 @@ def test_describe_tells_what_is_whole_and_what_waited(kernel: str) -> None:
     pipe.step(batch_of(8)[0], target=batch_of(8)[1])
     text = pipe.describe()
     assert "split: gradients of 8 of 20 parameters in W" in text and "*.*.norm.weight (4)" in text
-    assert "held for W (MiB)" in text and all(stage.peak_held_bytes > 0 for stage in pipe._stages)
+    assert "held for W (MiB)" in text and all(stage.peak_held_bytes > 0 for stage in pipe._steps.stages)
 
 
 def test_describe_tells_that_nothing_waits(kernel: str) -> None:

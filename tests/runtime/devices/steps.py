@@ -266,7 +266,7 @@ def run(account: Any, case: Case) -> dict[str, Any]:
         result = pipe.step(x, target=target)
         optimizer.step()
     races, waits, events = account.races(), account.host_waits(), account.num_events()
-    operations, program = account.operations(), pipe._programs.program(8, forward_only=False)
+    operations, program = account.operations(), pipe._steps.programs.program(8, forward_only=False)
     assert result.loss.device.type == "cpu"
     pipe.eval_step(x)  # another program
     streams = account.num_streams()
@@ -288,7 +288,7 @@ def run(account: Any, case: Case) -> dict[str, Any]:
         "proved": sorted(NUM_STEPS * [len(it) for batch in batches(program)[pipe.rank or 0] for it in batch]),
         "times": look_at(timeline),
         "splits": pipe.schedule.splits_backward,
-        "deferred": sum(stage.waits(p) for stage in pipe._stages for p in stage.module.parameters()),
+        "deferred": sum(stage.waits(p) for stage in pipe._steps.stages for p in stage.module.parameters()),
     }
 
 
