@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from fastpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
     from fastpipe.runtime.grad_scaler import GradScaler
     from fastpipe.runtime.memory_checkpoint import MemoryCheckpoint
-    from fastpipe.runtime.model import carry, layer_costs
+    from fastpipe.runtime.model import carry, layer_costs, split
     from fastpipe.runtime.native import native_status
     from fastpipe.runtime.pipeline import Pipeline, StepResult
     from fastpipe.runtime.safetensors import load_safetensors
-    from fastpipe.runtime.split import split
     from fastpipe.runtime.stage import AddedLosses, add_loss, all_to_all, current
     from fastpipe.testing import check_parity
 
@@ -51,7 +50,7 @@ _LAZY = {
     "layer_costs": "fastpipe.runtime.model",
     "load_checkpoint": "fastpipe.runtime.checkpoint",
     "load_safetensors": "fastpipe.runtime.safetensors",
-    "split": "fastpipe.runtime.split",
+    "split": "fastpipe.runtime.model",
     "native_status": "fastpipe.runtime.native",
 }
 """Names that need torch, or look for it, or locks of files: imported when they are first asked for."""

@@ -57,7 +57,7 @@ from fastpipe.runtime.step import (
     gather_outputs,
 )
 from fastpipe.runtime.transport import Transport
-from fastpipe.runtime.tune import Profile, profile, replanning
+from fastpipe.runtime.tune import Profile, agree_on_plan, check_fits, check_movable, profile, successor
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
@@ -153,10 +153,8 @@ class Pipeline:
             of layers. See docs/reliability.md.
 
     Attributes:
-        schedule: the schedule.
         num_ranks: the number of ranks.
         num_microbatches: the number of microbatches per batch.
-        stage_modules: the modules of this process's stages, by index.
         transport: exchanges tensors between ranks.
         device: the device of the computation.
         loss_fn, grad_dtype: as given.
@@ -229,17 +227,10 @@ class Pipeline:
             transport=self.transport,
             executor=self._executor,
         )
-        self._model, self._local = model, local
-        self._steps, self._stages, self._ties = steps, local.stages, local.ties
-        self.stage_modules = local.modules
-        self._follow(programs, num_microbatches)
+        self._model, self._local, self._steps, self.num_microbatches = model, local, steps, num_microbatches
         # what it holds lives until it is called, so it must not hold the stages
         closed = steps.watchdog.thread, self._world.control, steps.ranks.closer()
         self._finalizer = weakref.finalize(self, _close, *closed, ForkGuard())
-
-    def _follow(self, programs: Programs, num_microbatches: int) -> None:
-        self._programs, self.num_microbatches = programs, num_microbatches
-        self.schedule = programs.schedule(num_microbatches)
 
     def step(
         self,
@@ -283,7 +274,7 @@ class Pipeline:
             index=index,
         )
         if self._steps.forward_only and output_grad is not None:
-            if not self._programs.has_backward(self.num_microbatches):
+            if not self._steps.programs.has_backward(self.num_microbatches):
                 raise ValueError(f"output_grad: {self.schedule.name} has no backward; leave it out")
             request = replace(request, training=True)
         return self._run(request, trace)
@@ -298,7 +289,7 @@ class Pipeline:
         Raises:
             ValueError: if the schedule holds every stage twice and the stages have replicas.
         """
-        if self._programs.parallel and self.schedule.placement.num_routes > 1:
+        if self._steps.programs.parallel and self.schedule.placement.num_routes > 1:
             raise ValueError(
                 f"no_sync: {self.schedule.name} holds every stage twice, and sums a step's gradients over the holders "
                 "separately from those of earlier steps; let every step reduce, or use a schedule with one route"
@@ -387,6 +378,16 @@ class Pipeline:
         self._steps.random.step_count = int(count)
 
     @property
+    def schedule(self) -> Schedule:
+        """The schedule."""
+        return self._steps.programs.schedule(self.num_microbatches)
+
+    @property
+    def stage_modules(self) -> dict[int, nn.Module]:
+        """The modules of this process's stages, by index."""
+        return self._local.modules
+
+    @property
     def rank(self) -> int:
         """The rank of this process in the pipeline; 0 in a single process."""
         return self._world.member.rank
@@ -399,12 +400,12 @@ class Pipeline:
     @property
     def is_first(self) -> bool:
         """Whether this process has the first stage."""
-        return any(stage.is_first for stage in self._stages)
+        return any(stage.is_first for stage in self._steps.stages)
 
     @property
     def is_last(self) -> bool:
         """Whether this process has the last stage."""
-        return any(stage.is_last for stage in self._stages)
+        return any(stage.is_last for stage in self._steps.stages)
 
     @property
     def needs_input(self) -> bool:
@@ -427,7 +428,7 @@ class Pipeline:
             yield named.name, named.parameter
 
     def _named_parameters(self) -> list[NamedParameter]:
-        return list(named_parameters(self.stage_modules, first_names(self._ties)))
+        return list(named_parameters(self.stage_modules, first_names(self._local.ties)))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this process's stages, with the keys of the whole model."""
@@ -435,7 +436,7 @@ class Pipeline:
         for stage, module in sorted(self.stage_modules.items()):
             own = unwrapped(module)
             state.update(own.state_dict(prefix=state_prefix(own, stage)))
-        for tie in self._ties:
+        for tie in self._local.ties:
             # only the first of tied shards is trained
             first, *others = [name for name in tie.names if name in state] or [""]
             state.update({name: state[first] for name in others})
@@ -477,7 +478,7 @@ class Pipeline:
         if not isinstance(state, Mapping):
             raise TypeError(f"state is a {type(state).__name__}: pass the model's state_dict()")
         taken: set[str] = set()
-        state = assignable(state, self._ties, self.device) if assign else state
+        state = assignable(state, self._local.ties, self.device) if assign else state
         for stage, wrapped in self.stage_modules.items():
             module = unwrapped(wrapped)
             prefix = state_prefix(module, stage)
@@ -572,30 +573,25 @@ class Pipeline:
             ValueError: for a plan that does not fit this pipeline, or moves layers between processes, with the remedy.
                 The pipeline is unchanged.
         """
-        agreed = replanning.agree(self._steps, plan, self.rank)
-        schedule, counts = agreed.schedule, agreed.counts
+        schedule, counts, recompute = agree_on_plan(self._steps, plan, self.rank)
         present = self._local.layer_counts
-        replanning.check_fits(schedule, counts, self.schedule, present)
-        programs = replanning.successor(self._programs, schedule, self.num_ranks)
+        check_fits(schedule, counts, self.schedule, present)
+        programs = successor(self._steps.programs, schedule, self.num_ranks)
         moves = schedule.placement.routes != self.schedule.placement.routes
-        if moves or counts not in (None, present) or not agreed.keeps:
-            reason = replanning.why_not_movable(self._stages, self._world.member.size)
-            if reason is not None:
-                raise replanning.refusal(reason)
-            recompute = self._model.recompute if agreed.keeps else agreed.recompute
-            self._rebuild(
-                programs, schedule, replace(self._model, recompute=recompute, partition=counts or present or "layers")
-            )
+        if moves or counts not in (None, present) or recompute is not None:
+            check_movable(self._steps.stages, self._world.member.size)
+            model = replace(self._model, partition=counts or present or "layers")
+            self._rebuild(programs, schedule, model if recompute is None else replace(model, recompute=recompute))
         else:
             digest = programs.program(schedule.num_microbatches, forward_only=False).digest()
 
             def compare() -> Reply:
-                compare_replicas(self._stages, {"schedule": schedule.name, "program": digest}, self._world)
+                compare_replicas(self._steps.stages, {"schedule": schedule.name, "program": digest}, self._world)
                 return {}
 
             if programs.parallel:
                 self._steps.all_gather("replan", compare)
-            self._follow(programs, schedule.num_microbatches)
+            self.num_microbatches = schedule.num_microbatches
             self._steps.follow(programs, forward_only=not programs.has_backward(schedule.num_microbatches))
         logger.info("%s", self.describe())
 

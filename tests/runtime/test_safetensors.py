@@ -13,7 +13,7 @@ from torch import nn
 
 import fastpipe
 from fastpipe import Pipeline
-from fastpipe.runtime.split.hugging_face import SUPPORTED
+from fastpipe.runtime.model.hugging_face import SUPPORTED
 from tests.runtime.checks import same_bits
 from tests.runtime.decoders import assert_like, decoder, padded_batch
 

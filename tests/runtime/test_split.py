@@ -81,7 +81,7 @@ def test_a_module_with_a_list_of_blocks(schedule: str, num_ranks: int, tied: boo
     pipe = fastpipe.Pipeline(layers, schedule, 4, loss_fn, num_ranks=num_ranks, executor=executor)
     for kwargs in ({}, {"offset": 3}):
         result = pipe.step(ids, target=target, **kwargs)
-        reference = reference_step(unsplit, (ids, target), pipe.schedule, loss_fn, kwargs=kwargs, ties=pipe._ties)
+        reference = reference_step(unsplit, (ids, target), pipe.schedule, loss_fn, kwargs=kwargs, ties=pipe._local.ties)
         assert_same(pipe, result, unsplit, reference)
     assert pipe.state_dict().keys() == model.state_dict().keys()
     assert {name for name, _ in pipe.named_parameters()} == {name for name, _ in model.named_parameters()}
@@ -97,7 +97,7 @@ def test_modes_reach_what_comes_before_the_blocks() -> None:
     torch.manual_seed(1)
     dropped = pipe.step(ids, target=target).loss
     unsplit = Decoder(dropout=0.5)
-    options = {"rng": "per_microbatch", "ties": pipe._ties}
+    options = {"rng": "per_microbatch", "ties": pipe._local.ties}
     reference = reference_step(
         fastpipe.split(unsplit, ids[:2]), (ids, target), pipe.schedule, loss_fn, seed=pipe._build.seed, **options
     )
@@ -193,7 +193,7 @@ WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     ),
     "blocks early": (
         lambda m, x: ending(m, through(m, x + m.inner["blocks"][3].mix.weight.mean())),
-        "fail where the model does not .'_End' object has no attribute 'mix'",
+        "fail where the model does not .'Module' object has no attribute 'mix'",
     ),
     "the norm early": (
         lambda m, x: ending(m, through(m, m.inner["norm"](x))),

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 import fastpipe
-from fastpipe.runtime.split.hugging_face import SUPPORTED
+from fastpipe.runtime.model.hugging_face import SUPPORTED
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.decoders import LAYERS, VOCABULARY, decoder, padded_batch, train_decoder
@@ -118,7 +118,7 @@ def test_gradient_checkpointing(kind: str, executor: str) -> None:
     kwargs = {"attention_mask": mask}
     whole = fastpipe.split(unsplit)
     reference = reference_step(
-        whole, (ids, labels), pipe.schedule, whole.loss_fn, kwargs=kwargs, ties=pipe._ties, **options
+        whole, (ids, labels), pipe.schedule, whole.loss_fn, kwargs=kwargs, ties=pipe._local.ties, **options
     )
     assert same_bits(result.loss, reference.loss) and not unequal(pipe, unsplit)
 
@@ -144,13 +144,13 @@ def test_compiled_blocks_and_stages(compiled: str, executor: str) -> None:
         module.compile(backend="aot_eager", fullgraph=True)
     result = pipe.step(ids, attention_mask=mask, target=labels)
     kwargs = {"attention_mask": mask}
-    options = {"loss_reduction": layers.num_tokens, "kwargs": kwargs, "ties": pipe._ties}
+    options = {"loss_reduction": layers.num_tokens, "kwargs": kwargs, "ties": pipe._local.ties}
     reference = reference_step(unsplit, (ids, labels), pipe.schedule, layers.loss_fn, **options)
     torch.testing.assert_close(result.loss, reference.loss, rtol=1e-6, atol=0)
     expected = dict(unsplit.named_parameters())
     for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
-    waiting = sum(len(stage.deferred) for stage in pipe._stages)
+    waiting = sum(len(stage.deferred) for stage in pipe._steps.stages)
     assert waiting == (1 if compiled == "blocks" else 0), "only the head, if it is not compiled with all, waits for W"
 
 

@@ -54,12 +54,10 @@ RUNTIME = [
     "coordination",
     "data_parallel",
     "model",
-    "split",
     "transport",
     "stage",
     "executor",
     "step",
-    "tune",
 ]
 """The packages of the runtime from the bottom up: each may use those before it, through what they export."""
 PROGRAMS = {"program", "placement", "action", "dependencies", "machine", "errors", "hardware_queues", "partition"}

@@ -1,6 +1,7 @@
-"""From the user's ``stages`` to the modules of the local stages.
+"""From the user's model, or its ``stages``, to the modules of the local stages.
 
-Promises: modules by stage, with the unsplit model's names; tied weights and copies of a stage have equal gradients.
+Promises: layers that in sequence return the model's output, or an error with the reason; modules by stage, with the
+unsplit model's names; tied weights and copies of a stage have equal gradients.
 Uses: `data_parallel`, `common`.
 """
 
@@ -12,14 +13,11 @@ from fastpipe.runtime.model.chain import (
     Chain,
     Layers,
     Policy,
-    SplitLayers,
-    WholeNames,
     accepted_names,
     as_arguments,
     as_layers,
     carry,
     check_policy,
-    check_whole_unhooked,
     has_own_forward,
     merged_kwargs,
     missing_argument,
@@ -28,7 +26,6 @@ from fastpipe.runtime.model.chain import (
     positional_names,
     recompute_of,
     selected,
-    shallow,
     split_carried,
     whole,
     with_recompute,
@@ -72,6 +69,7 @@ from fastpipe.runtime.model.modules import (
     skeleton,
     state_prefix,
 )
+from fastpipe.runtime.model.split import split
 from fastpipe.runtime.model.tied import (
     Places,
     Shared,

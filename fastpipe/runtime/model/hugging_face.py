@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import children_of, cuda_devices, parameters_of, torch_private
-from fastpipe.runtime.model import SplitLayers, WholeNames, shallow
+from fastpipe.runtime.model.chain import SplitLayers, WholeNames, shallow
 
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Values of ``config.model_type`` that tests compare with the unsplit model; others need an example."""
@@ -144,22 +144,22 @@ class DecoderStage(WholeNames):
         for name in outer:
             children_of(holder)[name] = holder = shallow(children_of(holder)[name])
         children_of(holder)[last] = base
-        hidden_states: HiddenStates | None = None
+        self._takes_ids = self.is_first
         if not self.is_last:
             for name in layout.heads:
                 del children_of(whole)[name]
         elif layout.embedding and not self.is_first:
-            hidden_states = children_of(base)[layout.embedding] = HiddenStates()
+            self._takes_ids = True
+            children_of(base)[layout.embedding] = Placeholder(own)
         # not children: their forwards are used, under this module's names
-        self._parts = whole, base, own, hidden_states
+        self._parts = whole, base, own
         self._layers = layers
         torch_private.set_children(self, children_of(whole))
 
     def accepts(self) -> frozenset[str] | None:
         """The accepted keyword arguments."""
         names = super().accepts()
-        *_, hidden_states = self._parts
-        return names if self.is_first or hidden_states is not None or names is None else names - {"input_ids"}
+        return names if self._takes_ids or names is None else names - {"input_ids"}
 
     def compute_buffers(self, empty: Collection[int]) -> None:
         """Compute buffers that no checkpoint has, such as rotary embeddings, as transformers does."""
@@ -189,17 +189,16 @@ class DecoderStage(WholeNames):
             attention_mask: as in the unsplit model; the same in every stage.
             position_ids: as in the unsplit model; the same in every stage.
         """
-        whole, base, blocks, hidden_states = self._parts
+        whole, base, blocks = self._parts
         x = input_ids if x is None else x
         if x is None:
             raise ValueError("input_ids: give the token ids, by this name or by position")
-        if hidden_states is not None and input_ids is None:
+        if self._takes_ids and not self.is_first and input_ids is None:
             raise ValueError("input_ids: the last stage needs them to find the token to classify; give them by name")
         blocks.begin(None if self.is_first else x)
-        # later stages use only its shape, dtype and device
-        given: dict[str, Any] = {"input_ids": x} if self.is_first else {"inputs_embeds": x.detach()}
-        if hidden_states is not None:
-            hidden_states.value, given = x.detach(), {"input_ids": input_ids}
+        ids = x if self.is_first else input_ids
+        # later stages use only the shape, dtype and device of hidden states
+        given: dict[str, Any] = {"input_ids": ids} if self._takes_ids else {"inputs_embeds": x.detach()}
         given |= {"attention_mask": attention_mask, "position_ids": position_ids}
         try:
             found = (whole if self.is_last else base)(**given, use_cache=False)
@@ -210,8 +209,6 @@ class DecoderStage(WholeNames):
             return blocks.hidden
         finally:
             blocks.begin(None)
-            if hidden_states is not None:
-                hidden_states.value = None
 
 
 def _examine(model: Any, run: Callable[[], Any] | None) -> _Layout:
@@ -396,22 +393,23 @@ class Blocks(nn.ModuleList):
 
 
 class Placeholder(nn.Module):
-    """Replaces a module of another stage, whose output is not used."""
+    """Replaces a module of another stage, whose output is not used.
+
+    Args:
+        blocks: of a stage that also takes token ids, whose embedding it replaces: it returns the hidden states, of
+            which only shape, dtype and device are used.
+    """
+
+    def __init__(self, blocks: Blocks | None = None) -> None:
+        super().__init__()
+        # in a tuple, so that it is not registered as a submodule
+        self._blocks = (blocks,)
 
     def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the input if it may be hidden states, else 0, which can be added to them."""
+        (blocks,) = self._blocks
+        if blocks is not None:
+            assert blocks.hidden is not None
+            return blocks.hidden.detach()
         may_be_hidden = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 2
         return x if may_be_hidden else torch.zeros(())
-
-
-class HiddenStates(nn.Module):
-    """Replaces the embedding of a stage that also takes token ids: returns the previous stage's hidden states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value: torch.Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the hidden states."""
-        assert self.value is not None
-        return self.value
