@@ -107,7 +107,6 @@ from fastpipe.runtime.transport import (
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
-Loss = Callable[..., Any] | None
 
 
 @dataclass(frozen=True)
@@ -302,18 +301,17 @@ class LocalStages:
 
 def build_stages(
     model: ModelArguments,
-    loss_fn: Loss,
+    arguments: Arguments,
     schedule: Schedule,
     request: BuildRequest,
     world: World,
-    mesh: Any = None,
     *,
     audits: bool = False,
 ) -> LocalStages:
     """Build the local stages, wrap them, and find the weights they share.
 
     Args:
-        mesh: of DTensors between stages, if any.
+        model: instead of that in ``arguments``, with the partition as numbers of layers.
         audits: whether this process may compute any stage for an audit.
 
     Raises:
@@ -341,7 +339,7 @@ def build_stages(
     def stages_of(modules: Mapping[int, nn.Module]) -> dict[int, Stage]:
         held = held_tensors(placement, model.cache_carried)
         return {
-            index: _make_stage(index, module, placement, held, model, loss_fn, request, world, mesh)
+            index: _make_stage(index, module, placement, held, model, arguments, request, world)
             for index, module in modules.items()
         }
 
@@ -380,22 +378,21 @@ def _make_stage(
     placement: Placement,
     held: HeldTensors | None,
     model: ModelArguments,
-    loss_fn: Loss,
+    arguments: Arguments,
     request: BuildRequest,
     world: World,
-    mesh: Any,
 ) -> Stage:
     sends = any(len(set(route[index : index + 2])) > 1 for route in placement.routes)
     stage = Stage(
         index,
         module,
         placement.num_stages,
-        loss_fn,
+        arguments.batch.loss_fn,
         recompute_of(model.recompute, index, module),
         request.contexts,
         fused_weight_grad=model.fused_weight_grad,
         grad_dtype=model.grad_dtype,
-        mesh=mesh,
+        mesh=arguments.execution.mesh,
         treespecs=None if world.device.type == "cpu" else TreespecCache(index, world.device),
         why_one_tensor=(why_too_few() or "") if sends and request.programs.queues is not None else "",
         wrapped=model.data_parallel is not None,
@@ -423,7 +420,7 @@ def agree_on_stages(
         )
         execution, size = arguments.execution, world.member.size
         audits = _audits(arguments, schedule, world)
-        local = build_stages(model, arguments.batch.loss_fn, schedule, request, world, execution.mesh, audits=audits)
+        local = build_stages(model, arguments, schedule, request, world, audits=audits)
         check_audited(execution.audit, local.stages)
         arguments.execution.check_replicas(local.stages)
         executor = executor_class(arguments.execution.executor, world.device)

@@ -605,7 +605,7 @@ class Pipeline:
         self._finalizer.detach()
         self._steps.watchdog.thread.close()
         self._steps.ranks.retire()
-        local = build_stages(replace(model, data_parallel=None), self.loss_fn, schedule, self._build, self._world)
+        local = build_stages(replace(model, data_parallel=None), self._arguments, schedule, self._build, self._world)
         self._start(model, local, programs, schedule.num_microbatches)
         self._steps.random.step_count = step_count
 

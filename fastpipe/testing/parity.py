@@ -270,7 +270,7 @@ def _check(
         rewind: restores buffers and generators, and returns whether random numbers were drawn.
     """
     all_gather, step_count = pipe._steps.all_gather, pipe.step_count
-    copies: list[Any] = []
+    copies: list[tuple[Any, dict[str, Any]]] = []
 
     def take_batch() -> Reply:
         """Copy the batch, so that the user's tensors get no gradients."""

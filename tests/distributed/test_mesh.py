@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from fastpipe import (
     AddedLosses,
+    CostModel,
     GradScaler,
     Pipeline,
     StepError,
@@ -31,6 +33,7 @@ from fastpipe import (
     check_parity,
     load_checkpoint,
     make_schedule,
+    plan,
     save_checkpoint,
 )
 from fastpipe.runtime import construction
@@ -207,6 +210,19 @@ def test_dtensors_between_stages(schedule: str, executor: str) -> None:
         to_tensors(spread, {}, 0, mesh=mesh["pp"])
     with pytest.raises(ValueError, match="stage 3 returned a DTensor with the placement P"):
         to_tensors(DTensor.from_local(x, mesh["tp"], [Partial()]), {}, 3, mesh=mesh)
+
+
+@on_ranks(2)
+def test_a_plan_rebuilds_stages_that_hand_on_dtensors() -> None:
+    """On two ranks, each a pipeline of one rank with two stages."""
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
+    schedule = make_schedule("looped_bfs", num_ranks=1, num_microbatches=MICROBATCHES, stages_per_rank=2)
+    pipe = Pipeline(of_dtensors(mesh), schedule, loss_fn=nn.functional.mse_loss, mesh=mesh, timeout=60)
+    found = plan(CostModel(), num_ranks=1, num_microbatches=MICROBATCHES, placement=schedule, effort=0)
+    pipe.replan(replace(found, recomputes=(True, True)))
+    x, y = batch(0)
+    expected = reference_step(InOrder(*of_dtensors(mesh)), (x, y), pipe.schedule, nn.functional.mse_loss)
+    assert same_bits(pipe.step(x, target=y).loss, expected.loss)
 
 
 class Logits(nn.Module):
