@@ -24,6 +24,7 @@ from fastpipe.runtime.model import (
     Chain,
     accepted_names,
     merged_kwargs,
+    needed_names,
     passed_on,
     selected,
     split_carried,
@@ -79,6 +80,7 @@ class Stage:
     Attributes:
         bare: whether it is not wrapped only because it has no parameters.
         accepts: keyword arguments that the module's forward takes; None for any.
+        needs: the positional arguments that its first layer requires.
         later: those that later stages take; None for any.
         running: microbatch whose forward has begun and not ended; None if there is none.
         deferred: ``_cdata`` of the parameters whose gradients are computed in W; empty before the first I.
@@ -117,6 +119,7 @@ class Stage:
         self.losses = StageLosses(index, self.is_last, loss_fn)
         self.parallel = find_data_parallel(module, index)
         self.accepts = accepted_names(unwrapped(module))
+        self.needs = needed_names(unwrapped(module))
         self.fused_weight_grad = fused_weight_grad
         self.grad_dtype = grad_dtype
         self.mesh = mesh
