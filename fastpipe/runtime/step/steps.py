@@ -281,6 +281,7 @@ class Steps:
         try:
             message["changes"] = self.copies.prepare()
             self.check_filled()
+            self.ranks.check_modes()
             self.programs.program(request.num_microbatches, not request.training)
             self.random.check_free(self._has_pairs(request))
             for stage in self.stages:
