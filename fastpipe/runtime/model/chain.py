@@ -246,11 +246,11 @@ class Chain(WholeNames):
         # not children(), which skips a repeated layer
         for layer, names in zip(layers, self._names, strict=True):
             inputs, named = as_arguments(value), selected(kwargs, names) if kwargs else {}
-            found = layer(*inputs, **named) if self.recompute != LAYERS else recomputed(layer, layer, inputs, named)
-            value, values = split_carried(found)
-            if values:
-                carried |= values
-                kwargs = {**kwargs, **values}
+            value = layer(*inputs, **named) if self.recompute != LAYERS else recomputed(layer, layer, inputs, named)
+            if isinstance(value, Carried):
+                carried |= value.values
+                kwargs = {**kwargs, **value.values}
+                value = value.output
         return Carried(value, carried) if carried else value
 
     def accepts(self) -> frozenset[str] | None:

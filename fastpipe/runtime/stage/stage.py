@@ -196,9 +196,10 @@ class Stage:
     def _call(self, microbatch: int, inputs: Tensors) -> Tensors:
         args, carried = self.received(microbatch, inputs)
         kwargs = {} if self.work.kwargs is None else self.work.kwargs[microbatch]
+        self.losses.carried = {}
         if carried:
             kwargs = merged_kwargs(kwargs, selected(carried, self.accepts), self.index)
-        self.losses.carried = selected(carried, self.losses.names)
+            self.losses.carried = selected(carried, self.losses.names)
         try:
             with AddedLosses() as self.losses.added:
                 output = self._module_call(*args, **kwargs) if kwargs else self._module_call(*args)
