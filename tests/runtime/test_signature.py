@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpipe import Pipeline
 from fastpipe.runtime.model.modules import flags_of
-from fastpipe.runtime.step.inputs import Inputs, Request, batch_digests
+from fastpipe.runtime.step.inputs import Inputs, Request, batch_digests, signature_of
 from fastpipe.runtime.step.microbatch import rows_of, split
 
 
@@ -25,16 +25,18 @@ class Tracker:
     """No tree, and no constant."""
 
 
-def inputs(**changes: Any) -> Inputs:
-    """Two microbatches with everything that there is."""
+def look(**changes: Any) -> Any:
+    """Of two microbatches with everything that there is."""
     one = (torch.zeros(2, 3), {"mask": torch.ones(2, dtype=torch.bool), "scale": 2.0}, [None, "text"])
     given: dict[str, Any] = {"args": [one, copy.deepcopy(one)], "kwargs": {"x": [Pair(torch.zeros(1), 1)] * 2}}
-    return Inputs(**given | {"targets": [torch.zeros(2), torch.zeros(2)]} | changes)
+    taken = Inputs(**given | {"targets": [torch.zeros(2), torch.zeros(2)]} | changes)
+    request = Request((taken.args,), taken.kwargs, taken.targets, taken.output_grads, 2, training=True)
+    return signature_of(request, taken, None)
 
 
 def test_other_values_look_the_same() -> None:
-    other = inputs(targets=[torch.ones(2), torch.full((2,), 5.0)])
-    assert hash(other.signature()) == hash(inputs().signature()) and other.signature() == inputs().signature()
+    other = look(targets=[torch.ones(2), torch.full((2,), 5.0)])
+    assert hash(other) == hash(look()) and other == look()
 
 
 @pytest.mark.parametrize(
@@ -58,28 +60,40 @@ def test_other_values_look_the_same() -> None:
     ],
 )
 def test_another_look_is_seen(changes: dict[str, Any]) -> None:
-    assert inputs(**changes).signature() != inputs().signature()
+    assert look(**changes) != look()
 
 
 def test_numbers_with_one_hash_differ() -> None:
-    hashes = {hash(inputs(kwargs={"dim": [value] * 2}).signature()) for value in (-1, -2, 1, 1.0, True, "1")}
+    hashes = {hash(look(kwargs={"dim": [value] * 2})) for value in (-1, -2, 1, 1.0, True, "1")}
     assert len(hashes) == 6
 
 
 def test_strides_that_nothing_uses_look_the_same() -> None:
     rows = torch.zeros(2, 6)
-    assert (
-        inputs(targets=[rows[:1, :3], rows[:0, :3]]).signature()
-        == inputs(targets=[rows[:1, 3:], rows[2:, :3]]).signature()
-    )
-    assert inputs(targets=[torch.zeros(1, 3)]).signature() == inputs(targets=[rows[:1, :3]]).signature()
+    assert look(targets=[rows[:1, :3], rows[:0, :3]]) == look(targets=[rows[:1, 3:], rows[2:, :3]])
+    assert look(targets=[torch.zeros(1, 3)]) == look(targets=[rows[:1, :3]])
 
 
 def test_what_has_no_strides_looks_like_something() -> None:
-    assert inputs(targets=[torch.eye(2).to_sparse()]).signature() != inputs(targets=[torch.eye(2)]).signature()
-    assert inputs(
-        targets=[torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)]
-    ).signature()
+    assert look(targets=[torch.eye(2).to_sparse()]) != look(targets=[torch.eye(2)])
+    assert look(targets=[torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)])
+
+
+@pytest.mark.parametrize("other", [torch.zeros(5, 2), torch.zeros(6, 2, dtype=torch.int64), torch.zeros(2, 6).t()])
+def test_a_whole_batch_looks_like_its_shape_and_a_list_like_its_microbatches(other: torch.Tensor) -> None:
+    def of(value: Any, rule: Any) -> Any:
+        request = Request((), {"x": value}, None, None, 2, training=False)
+        return signature_of(request, Inputs(kwargs={"x": split(value, 2, rule, "x")}), {"x": rule})
+
+    batch = torch.zeros(6, 2)
+    for rule, wrap in (
+        (0, lambda x: x),
+        (0, lambda x: {"a": [x]}),
+        (lambda x, count: list(x.chunk(count)), lambda x: x),
+    ):
+        assert of(wrap(batch), rule) == of(wrap(batch.clone()), rule) != of(wrap(other), rule)
+    halves = of([batch[:3], batch[3:]], 0)
+    assert halves == of([batch[3:], batch[:3]], 0) != of([batch[:2], batch[2:]], 0)
 
 
 def digest(value: torch.Tensor, whole: bool = True) -> Any:
@@ -103,7 +117,7 @@ def test_what_a_mark_negates_is_read_as_it_is() -> None:
 
 
 def test_what_is_no_tensor_looks_like_its_type() -> None:
-    looks = [inputs(targets=[Tracker(), Tracker()]).signature() for _ in range(2)]
+    looks = [look(targets=[Tracker(), Tracker()]) for _ in range(2)]
     assert looks[0] == looks[1]
 
 

@@ -50,6 +50,14 @@ def test_a_dispatch_mode_sees_all_ranks_and_ends_there(schedule: str, executor: 
     assert counter.get_total_flops() == expected
 
 
+def test_a_mode_that_threads_cannot_share_is_refused(executor: str) -> None:
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        step("1f1b", 1, executor)
+        with pytest.raises(ValueError, match="leave it out, or use one process for each rank"):
+            step("1f1b", 2, executor)
+    step("1f1b", 2, executor)
+
+
 FACTOR = ContextVar("FACTOR", default=1.0)
 
 

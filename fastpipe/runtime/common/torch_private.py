@@ -248,6 +248,15 @@ class Modes:
             yield
 
 
+def check_shared_modes() -> None:
+    """Refuse a mode of this thread that threads cannot share: it keeps what it records in one place, without a lock."""
+    if any(isinstance(mode, _graph._CloneArgBeforeMutateMode) for mode in _dispatch._get_current_dispatch_mode_stack()):
+        raise ValueError(
+            "torch.autograd.graph.allow_mutation_on_saved_tensors() is active, and ranks that are threads cannot share "
+            "it: gradients would be wrong; leave it out, or use one process for each rank"
+        )
+
+
 @contextlib.contextmanager
 def noted_in_thread(key: str, value: Any) -> Iterator[None]:
     """Note an object for this thread, and for the engine's threads that run backwards for it."""
@@ -266,6 +275,7 @@ def find_in_thread(key: str) -> Any:
 # not typed
 _overrides: Any = torch.overrides
 _dispatch: Any = _python_dispatch
+_graph: Any = torch.autograd.graph
 
 
 # CUDA.
@@ -648,6 +658,9 @@ PRIVATE = (
     ),
     Private("torch._C", "_stash_obj_in_tls _get_obj_in_tls _is_key_in_tls", "the turns of a pair", "all_to_all"),
     Private("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack _push_mode _pop_mode", "the same", _ALL),
+    Private(
+        "torch.autograd.graph", "_CloneArgBeforeMutateMode", "a mode that threads cannot share", "ranks as threads"
+    ),
     Private(
         "torch._subclasses.fake_tensor.FakeTensorMode", "_mode_key", "a mode's place on the stack", "cuts by FLOPs"
     ),

@@ -35,6 +35,7 @@ from fastpipe.runtime.common import (
     failure_of,
     pauses,
     recorded,
+    torch_private,
 )
 from fastpipe.runtime.data_parallel import DataParallel
 from fastpipe.runtime.executor.executor import Check, Executor, NativeExecutor, Seconds
@@ -273,6 +274,11 @@ class LocalRanks:
             device=self.device,
             streams=self._streams[rank],
         )
+
+    def check_modes(self) -> None:
+        """Refuse a mode of the caller that the threads of the ranks cannot share."""
+        if self._pool is not None:
+            torch_private.check_shared_modes()
 
     def run(
         self,

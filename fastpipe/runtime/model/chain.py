@@ -246,11 +246,11 @@ class Chain(WholeNames):
         # not children(), which skips a repeated layer
         for layer, names in zip(layers, self._names, strict=True):
             inputs, named = as_arguments(value), selected(kwargs, names) if kwargs else {}
-            found = layer(*inputs, **named) if self.recompute != LAYERS else recomputed(layer, layer, inputs, named)
-            value, values = split_carried(found)
-            if values:
-                carried |= values
-                kwargs = {**kwargs, **values}
+            value = layer(*inputs, **named) if self.recompute != LAYERS else recomputed(layer, layer, inputs, named)
+            if isinstance(value, Carried):
+                carried |= value.values
+                kwargs = {**kwargs, **value.values}
+                value = value.output
         return Carried(value, carried) if carried else value
 
     def accepts(self) -> frozenset[str] | None:
@@ -444,18 +444,11 @@ def _named_in(module: nn.Module) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters if p.kind in keywords)
 
 
-def missing_argument(module: nn.Module, args: Sequence[Any], names: Iterable[str]) -> str | None:
-    """The first required argument of a module's forward that is not given, or is None.
-
-    Args:
-        module: of a stage; of a chain the first layer counts.
-    """
+def needed_names(module: nn.Module) -> list[str]:
+    """The arguments that a stage's forward gets by position and requires, in order; of a chain its first layer's."""
     layer = next(iter(module.children()), module) if isinstance(module, Chain) else module
     parameters = _parameters_of_forward(layer) or ()
-    needed = [p.name for p in parameters if p.kind in _POSITIONAL and p.default is inspect.Parameter.empty]
-    if args and all(value is None for value in args):
-        return needed[0] if needed else None
-    return next((name for name in needed[len(args) :] if name not in names), None)
+    return [p.name for p in parameters if p.kind in _POSITIONAL and p.default is inspect.Parameter.empty]
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

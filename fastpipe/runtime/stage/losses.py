@@ -110,6 +110,8 @@ def loss_and_metrics(returned: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     Raises:
         ValueError: for a dict without ``"loss"``, another tuple, or a metric that is neither tensor nor number.
     """
+    if isinstance(returned, torch.Tensor):
+        return returned, {}
     if isinstance(returned, Mapping):
         if "loss" not in returned:
             raise ValueError(f"loss_fn returned a dict with {sorted(map(str, returned))}: its loss goes under 'loss'")
@@ -143,6 +145,8 @@ def _checked_metrics(metrics: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
 
 def checked_loss(loss: Any) -> torch.Tensor:
     """The loss as a scalar tensor; ValueError unless it is a real tensor with one element."""
+    if type(loss) is torch.Tensor and loss.dim() == 0 and loss.is_floating_point():
+        return loss
     if not isinstance(loss, torch.Tensor):
         raise ValueError(
             f"loss_fn returned a {type(loss).__name__}: return one tensor with one element, the loss of the microbatch"

@@ -24,6 +24,7 @@ from fastpipe.runtime.model import (
     Chain,
     accepted_names,
     merged_kwargs,
+    needed_names,
     passed_on,
     selected,
     split_carried,
@@ -79,6 +80,7 @@ class Stage:
     Attributes:
         bare: whether it is not wrapped only because it has no parameters.
         accepts: keyword arguments that the module's forward takes; None for any.
+        needs: the positional arguments that its first layer requires.
         later: those that later stages take; None for any.
         running: microbatch whose forward has begun and not ended; None if there is none.
         deferred: ``_cdata`` of the parameters whose gradients are computed in W; empty before the first I.
@@ -117,6 +119,7 @@ class Stage:
         self.losses = StageLosses(index, self.is_last, loss_fn)
         self.parallel = find_data_parallel(module, index)
         self.accepts = accepted_names(unwrapped(module))
+        self.needs = needed_names(unwrapped(module))
         self.fused_weight_grad = fused_weight_grad
         self.grad_dtype = grad_dtype
         self.mesh = mesh
@@ -193,9 +196,10 @@ class Stage:
     def _call(self, microbatch: int, inputs: Tensors) -> Tensors:
         args, carried = self.received(microbatch, inputs)
         kwargs = {} if self.work.kwargs is None else self.work.kwargs[microbatch]
+        self.losses.carried = {}
         if carried:
             kwargs = merged_kwargs(kwargs, selected(carried, self.accepts), self.index)
-        self.losses.carried = selected(carried, self.losses.names)
+            self.losses.carried = selected(carried, self.losses.names)
         try:
             with AddedLosses() as self.losses.added:
                 output = self._module_call(*args, **kwargs) if kwargs else self._module_call(*args)

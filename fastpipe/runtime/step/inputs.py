@@ -12,7 +12,7 @@ from torch import nn
 
 from fastpipe.runtime.common import bytes_of, is_block_mask, pytree, tensor_leaves, tensors_in
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.model import accepted_names, missing_argument, positional_names, selected
+from fastpipe.runtime.model import accepted_names, positional_names, selected
 from fastpipe.runtime.stage import PER_MICROBATCH, Stage, StageWork
 from fastpipe.runtime.step.microbatch import (
     Counted,
@@ -131,10 +131,6 @@ class Inputs:
     divisors: list[float] | None = None
     unknown: list[str] = field(default_factory=list)
 
-    def signature(self) -> tuple[Any, ...]:
-        """Everything that shapes between stages may depend on."""
-        return tuple(map(_signature_of, (self.args, self.kwargs, self.targets, self.output_grads)))
-
     def given(self) -> dict[str, list[bool]]:
         """For every keyword argument of a local stage: the microbatches in which it is not None."""
         return {name: [value is not None for value in values] for name, values in self.kwargs.items()}
@@ -216,18 +212,33 @@ def check_batches(digests: Mapping[str, Mapping[str, list[Any]]]) -> None:
                 )
 
 
-def _signature_of(value: Any) -> Any:
+def signature_of(request: Request, inputs: Inputs, rules: Rules) -> tuple[Any, ...]:
+    """Everything that shapes between stages may depend on: the form of every argument that this process takes.
+
+    Of a batch that is split by its shape, the form of the whole; otherwise that of every microbatch.
+    """
+    taken: list[tuple[str | int, Any, Sequence[Any] | None]] = [(i, x, inputs.args) for i, x in enumerate(request.args)]
+    taken += [(name, request.kwargs[name], microbatches) for name, microbatches in inputs.kwargs.items()]
+    taken += [("target", request.target, inputs.targets), ("output_grad", request.output_grad, inputs.output_grads)]
+    found = []
+    for key, value, microbatches in taken:
+        is_cut = not isinstance(value, list | Iterator) and not callable(rule_for(rules, key))
+        found.append((key, _form_of(value if is_cut and microbatches is not None else microbatches)))
+    return tuple(found)
+
+
+def _form_of(value: Any) -> Any:
     # pytree takes several times as long as all other work on a step's inputs
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.requires_grad, _layout(value)
     if type(value) in (list, tuple):
-        return tuple(map(_signature_of, value))
+        return tuple(map(_form_of, value))
     if value is None or isinstance(value, int | float | str):
         return repr(value)  # 1 == 1.0 == True, and hash(-1) == hash(-2)
     if pytree.tree_is_leaf(value) or is_block_mask(value):
         return type(value).__name__
     leaves, structure = pytree.tree_flatten(value)
-    return str(structure), *map(_signature_of, leaves)
+    return str(structure), *map(_form_of, leaves)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[int, ...] | torch.layout | None:
@@ -300,7 +311,9 @@ def _check_input(first: Stage, request: Request) -> None:
     args = request.args
     if any(isinstance(value, list | Iterator) for value in args):
         return
-    missing = missing_argument(unwrapped(first.module), args, request.kwargs)
+    is_nothing = bool(args) and all(value is None for value in args)
+    given = 0 if is_nothing else len(args)
+    missing = next((name for name in first.needs[given:] if is_nothing or name not in request.kwargs), None)
     if missing is None and (request.kwargs or len(args) != 1 or args[0] is not None):
         return
     needed = "" if missing is None else f"the model's first layer needs {missing!r}; "
@@ -407,6 +420,8 @@ def check_splits(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
     cut = [name for name, found in whole.items() if name in batch or found[1] == RULE]
     first = batch[0] if batch else next(iter(cut), "")
     for name in cut:
+        if rows[name] == rows[first]:
+            continue
         own, others = (list(rows_of_split(count, num_microbatches)) for count in (rows[name], rows[first]))
         if any(mine * rows[first] != rows[name] * other for mine, other in zip(own, others, strict=True)):
             raise ValueError(

@@ -233,7 +233,8 @@ def rows_of(microbatches: Sequence[Any], rule: Rule) -> list[int] | None:
     dim = rule if _is_whole(rule) else 0
     rows = []
     for microbatch in microbatches:
-        first = next(iter(tensor_leaves(microbatch)), None)
+        is_tensor = isinstance(microbatch, torch.Tensor)
+        first = microbatch if is_tensor else next(iter(tensor_leaves(microbatch)), None)
         if first is None or not -first.dim() <= dim < first.dim():
             return None
         rows.append(first.shape[dim])

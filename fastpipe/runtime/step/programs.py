@@ -58,6 +58,7 @@ class Programs:
         self.parallel = False
         self._schedules: dict[int, Schedule] = {}
         self._programs: dict[tuple[int, bool, bool], Program] = {}
+        self._have_pairs: dict[int, bool] = {}
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """The schedule for a number of microbatches."""
@@ -97,8 +98,10 @@ class Programs:
 
     def has_pairs(self, num_microbatches: int) -> bool:
         """Whether the schedule fuses forwards and backwards; some do so only with more microbatches."""
-        columns = self.schedule(num_microbatches).columns
-        return any((kinds == ActionKind.OVERLAP_F_B).any() for kinds, *_ in columns)
+        if num_microbatches not in self._have_pairs:
+            columns = self.schedule(num_microbatches).columns
+            self._have_pairs[num_microbatches] = any((kinds == ActionKind.OVERLAP_F_B).any() for kinds, *_ in columns)
+        return self._have_pairs[num_microbatches]
 
     def program(self, num_microbatches: int, forward_only: bool) -> Program:
         """The program, validated for the transport's lanes."""

@@ -51,6 +51,7 @@ from fastpipe.runtime.step.inputs import (
     check_batches,
     check_given,
     check_splits,
+    signature_of,
     stage_works,
     take_inputs,
 )
@@ -280,6 +281,7 @@ class Steps:
         try:
             message["changes"] = self.copies.prepare()
             self.check_filled()
+            self.ranks.check_modes()
             self.programs.program(request.num_microbatches, not request.training)
             self.random.check_free(self._has_pairs(request))
             for stage in self.stages:
@@ -417,7 +419,9 @@ class Steps:
     def _signature(self, request: Request, inputs: Inputs) -> int:
         """Everything that may change a shape, a dtype or a gradient flag between stages."""
         self._flags = tuple(flag for stage in self.stages for flag in flags_of(stage.module))
-        return hash((request.num_microbatches, inputs.signature(), self._flags, self._autocast()))
+        return hash(
+            (request.num_microbatches, signature_of(request, inputs, self.batch.split), self._flags, self._autocast())
+        )
 
     def _autocast(self) -> str:
         kind = self.device.type
