@@ -69,6 +69,9 @@ class Sharded(DataParallel):
         self._mode = 0
         self._announced: torch.Tensor | None = None
         self._announcing: Any = None
+        is_host = self.device.type == "cpu"
+        # a stream of its own, so that reading what was announced does not wait for the step's kernels
+        self._aside: Any = contextlib.nullcontext() if is_host else torch.Stream(device=self.device)
         self._flags: list[tuple[Any, dict[str, Any]]] = []
         self._last: list[tuple[Any, bool]] = []
         self._known = {module: set(parameters_of(module)) for module in self._inner()}
@@ -133,8 +136,9 @@ class Sharded(DataParallel):
         """Start to gather the parameters; the forward, or the backward, waits for them."""
         if self._announced is None:
             marks = [*self.marks(), self._mode, self._mode**2]
-            self._announced = torch.tensor(marks, dtype=torch.int64, device=self.device)
-            self._announcing = dist.all_reduce(self._announced, group=self.groups[0], async_op=True)
+            with self._aside:
+                self._announced = torch.tensor(marks, dtype=torch.int64, device=self.device)
+                self._announcing = dist.all_reduce(self._announced, group=self.groups[0], async_op=True)
         for module in self.modules:
             module.unshard(async_op=True)
 
@@ -143,27 +147,31 @@ class Sharded(DataParallel):
 
         They tell each other with a step's first UNSHARD. So none reduces where another does not, which would wait.
         """
-        if self._announcing is not None:
-            announcing, self._announcing = self._announcing, None
-            assert self._announced is not None
-            for group in self.groups:
-                try:
-                    if group is self.groups[0]:
-                        announcing.wait()
-                    else:
-                        dist.all_reduce(self._announced, group=group)
-                except RuntimeError as error:  # sums without this replica; it does not reduce in that group
-                    self.lose(group, error)
-                    self._announced.zero_()
         if self._announced is None:
             return ""
-        count, total, squares, modes, mode_squares = self._announced.tolist()
+        with self._aside:
+            if self._announcing is not None:
+                announcing, self._announcing = self._announcing, None
+                self._collect(announcing)
+            count, total, squares, modes, mode_squares = self._announced.tolist()
         if count * mode_squares != modes**2:
             return (
                 f"the replicas of stage {self.stage}, in the processes {self.processes()}, were not called alike, here "
                 f"for {_MODES[self._mode]}; with fully_shard call step, eval_step and no_sync alike in all of them"
             )
         return self.why_not_same(count, total, squares)
+
+    def _collect(self, announcing: Any) -> None:
+        for group in self.groups:
+            try:
+                if group is self.groups[0]:
+                    announcing.wait()
+                else:
+                    dist.all_reduce(self._announced, group=group)
+            except RuntimeError as error:  # sums without this replica; it does not reduce in that group
+                self.lose(group, error)
+                assert self._announced is not None
+                self._announced.zero_()
 
     def reshard(self) -> None:
         """Free the gathered parameters; gradients stay."""
