@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,12 +51,13 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(pipe, Pipeline):
             raise TypeError(f"pipe is of type {type(pipe).__name__}: give the Pipeline whose steps are to be scaled")
         super().__init__(pipe.device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._steps = pipe._steps
-        self._steps.loss_scale = self._loss_scale if enabled else None
+        # not the pipeline itself: its steps hold this, and it ends when the script drops it
+        self._pipe: Any = weakref.proxy(pipe)
+        pipe._steps.loss_scale = self._loss_scale if enabled else None
 
     def _loss_scale(self) -> torch.Tensor:
         """The scale of the pipeline's next step, on its device."""
-        scale: torch.Tensor = self.scale(torch.ones((), device=self._steps.device))
+        scale: torch.Tensor = self.scale(torch.ones((), device=self._pipe.device))
         return scale
 
     def _unscale_grads_(
@@ -77,14 +79,14 @@ class GradScaler(torch.amp.GradScaler):
                 flags.extend(found.values())
             return {"found": any(map(bool, flags)), "inverse": float(inv_scale)}
 
-        replies = self._steps.all_gather("GradScaler", unscale)
+        replies = self._pipe._steps.all_gather("GradScaler", unscale)
         inverses = [reply["inverse"] for reply in replies]
         if not all(math.isclose(inverse, inverses[0]) for inverse in inverses):
             listed = ", ".join(f"{1 / inverse:g} on rank {rank}" for rank, inverse in enumerate(inverses))
             raise ValueError(
                 f"the scale is {listed}: construct the GradScaler with the same arguments and call update on every rank"
             )
-        every = [*replies, *self._steps.control.elsewhere]
+        every = [*replies, *self._pipe._steps.control.elsewhere]
         # a rank without trained parameters has no gradients, and torch needs found_inf of every rank
         found.setdefault(found_inf.device, found_inf)
         for flag in found.values():

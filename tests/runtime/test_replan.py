@@ -244,6 +244,21 @@ def test_a_step_number_goes_on() -> None:
     assert pipe.step_count == 2 and "zbv" in pipe.describe()
 
 
+def test_a_grad_scaler_goes_on() -> None:
+    x, y = batch()
+    scaled, plain = pipeline("1f1b"), pipeline("1f1b")
+    scaler = fastpipe.GradScaler(scaled, init_scale=8.0)
+    plan = plan_for(plain, fastpipe.LayerCosts(NUM_LAYERS), placement=ZBV, effort=0)
+    for pipe in (scaled, plain):
+        pipe.step(x, target=y)
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        pipe.replan(plan)
+        pipe.step(x, target=y)
+    scaler.unscale_(torch.optim.SGD(scaled.parameters()))
+    assert all(same_bits(p.grad, q.grad) for p, q in zip(scaled.parameters(), plain.parameters(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("plan", "error", "message"),
     [
