@@ -75,6 +75,9 @@ class CopyEngine {
   virtual CopyQueue& current() = 0;
 };
 
+// That of a CUDA device, in csrc/cuda. Throws Error where the device or its driver cannot do what is asked of it.
+std::shared_ptr<CopyEngine> make_cuda_copy_engine(int device);
+
 // A piece of a payload. In a place they lie one after the other, each from a whole block on.
 struct CopyPart {
   const std::byte* data;

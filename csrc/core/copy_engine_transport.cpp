@@ -21,7 +21,7 @@ constexpr std::chrono::milliseconds kDeathGrace{250};
 
 // The rank because of which a peer has aborted: perhaps this one.
 std::int32_t blamed_by(const SharedMemoryPeer& peer) {
-  const std::uint32_t word = peer.aborted_by();
+  const std::uint32_t word = peer.words<LinkWords>().aborted_by.load();
   return word == 0 ? peer.rank() : static_cast<std::int32_t>(word) - 1;
 }
 
@@ -368,7 +368,7 @@ CopyOutgoing* CopyEngineLink::outgoing(const Channel& channel) {
   const auto& peer = host_->peer(channel.destination);
   auto shown = shown_.find(channel.destination);
   if (shown == shown_.end()) {
-    auto segment = peer->copies();
+    auto segment = copies_of(*peer);
     if (!segment) return nullptr;
     auto exposed = engine_->expose(segment);
     shown = shown_.emplace(channel.destination, Shown{std::move(segment), std::move(exposed)}).first;

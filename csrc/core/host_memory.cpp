@@ -41,11 +41,6 @@ Clock::duration usual_spin(std::int32_t num_sharing) {
   return num_sharing < num_cores() ? Clock::duration(kSpin) : Clock::duration::zero();
 }
 
-std::uint64_t random_nonce() {
-  std::random_device random;
-  return std::uint64_t{random()} << 32 | random();
-}
-
 namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
@@ -110,26 +105,26 @@ long futex(SharedWord& word, int operation, std::uint32_t value, const timespec*
 
 }  // namespace
 
-void SharedMemoryWakeup::notify(std::uint32_t reason) const {
-  if (words_.waiting_for.load() == reason) wake();
+void SharedMemoryWakeup::notify(std::uint32_t reason) {
+  if (waiting_for_.load() == reason) wake();
 }
 
-void SharedMemoryWakeup::notify_any() const {
-  if (words_.waiting_for.load() != kNotWaiting) wake();
+void SharedMemoryWakeup::notify_any() {
+  if (waiting_for_.load() != kNotWaiting) wake();
 }
 
-void SharedMemoryWakeup::wake() const {
-  if (words_.waiting_for.exchange(kNotWaiting) == kNotWaiting) return;
-  words_.count.fetch_add(1);
-  futex(words_.count, FUTEX_WAKE, 1, nullptr);
+void SharedMemoryWakeup::wake() {
+  if (waiting_for_.exchange(kNotWaiting) == kNotWaiting) return;
+  count_.fetch_add(1);
+  futex(count_, FUTEX_WAKE, 1, nullptr);
 }
 
-SharedMemoryWakeup::Waited SharedMemoryWakeup::wait(std::uint32_t reason, FunctionRef<bool()> ready) const {
+SharedMemoryWakeup::Waited SharedMemoryWakeup::wait(std::uint32_t reason, FunctionRef<bool()> ready) {
   constexpr timespec kSlice{0, kSliceMilliseconds * 1000000L};
   // Relaxed: others that still see the reason wake a rank that does not sleep.
-  const auto end = [this] { words_.waiting_for.store(kNotWaiting, std::memory_order_relaxed); };
-  const std::uint32_t count = words_.count.load();
-  words_.waiting_for.store(reason);
+  const auto end = [this] { waiting_for_.store(kNotWaiting, std::memory_order_relaxed); };
+  const std::uint32_t count = count_.load();
+  waiting_for_.store(reason);
   bool is_ready = false;
   try {
     is_ready = ready();
@@ -137,7 +132,7 @@ SharedMemoryWakeup::Waited SharedMemoryWakeup::wait(std::uint32_t reason, Functi
     end();
     throw;
   }
-  const bool woken = is_ready || futex(words_.count, FUTEX_WAIT, count, &kSlice) == 0 || errno != ETIMEDOUT;
+  const bool woken = is_ready || futex(count_, FUTEX_WAIT, count, &kSlice) == 0 || errno != ETIMEDOUT;
   end();
   return is_ready ? Waited::kNot : woken ? Waited::kUntilWoken : Waited::kForSlice;
 }
@@ -153,44 +148,64 @@ SharedMemoryDescriptor open_pidfd(pid_t process) {
 
 }  // namespace
 
-SharedMemoryProcess::SharedMemoryProcess(std::int32_t rank, pid_t process)
-    : rank_(rank), process_(process), pidfd_(open_pidfd(process)) {}
+std::shared_ptr<SharedMemorySegment> make_published(std::size_t bytes, std::uint64_t magic) {
+  std::random_device random;
+  auto published = SharedMemorySegment::make(bytes);
+  auto& words = *published->at<PublishedWords>(0);
+  words.magic = magic;
+  words.nonce = std::uint64_t{random()} << 32 | random();
+  return published;
+}
 
-bool SharedMemoryProcess::alive() const {
+PublishedAddress address_of(const SharedMemorySegment& published) {
+  return {::getpid(), published.descriptor(), published.at<PublishedWords>(0)->nonce};
+}
+
+SharedMemoryPeer::SharedMemoryPeer(std::int32_t rank, const PublishedAddress& address, std::size_t bytes,
+                                   std::uint64_t magic)
+    : rank_(rank),
+      process_(address.process),
+      pidfd_(open_pidfd(address.process)),
+      published_(open(address.descriptor, bytes)) {
+  const auto& words = this->words<PublishedWords>();
+  if (words.magic == magic && words.nonce == address.nonce) return;
+  throw Error("shared memory: what rank " + std::to_string(rank) +
+              " published cannot be read; run the same version of fastpipe on every rank");
+}
+
+bool SharedMemoryPeer::alive() const {
   pollfd descriptor{pidfd_.number(), POLLIN, 0};
   return ::poll(&descriptor, 1, 0) <= 0;
 }
 
-std::shared_ptr<SharedMemorySegment> SharedMemoryProcess::open(int descriptor, std::size_t bytes) const {
+std::shared_ptr<SharedMemorySegment> SharedMemoryPeer::open(int descriptor, std::size_t bytes) const {
   auto segment = SharedMemorySegment::open(process_, descriptor, bytes);
   // The number may have been another process's by then, but not if the process still lives.
   if (alive()) return segment;
   throw Error("shared memory: the process of rank " + std::to_string(rank_) + " died");
 }
 
-SharedMemoryPeer::SharedMemoryPeer(std::int32_t rank, const PublishedAddress& address)
-    : process_(rank, address.process), words_(process_, address) {}
-
-std::shared_ptr<SharedMemorySegment> SharedMemoryPeer::rings(std::size_t program, std::uint64_t fingerprint) const {
-  const PublishedSegment& published = words_.words().programs[program % kNumPrograms];
+std::shared_ptr<SharedMemorySegment> rings_of(const SharedMemoryPeer& peer, std::size_t program,
+                                              std::uint64_t fingerprint) {
+  const PublishedSegment& published = peer.words<LinkWords>().programs[program % kNumPrograms];
   const std::uint64_t ready = published.ready.load();
   const auto descriptor = static_cast<int>(ready & 0xffffffff);
   if (ready != ready_value(program, descriptor)) return nullptr;
   if (published.fingerprint != fingerprint) {
-    throw Error("shared memory: rank " + std::to_string(rank()) +
+    throw Error("shared memory: rank " + std::to_string(peer.rank()) +
                 " runs another program; call step and eval_step in the same order on every rank");
   }
-  return open(descriptor, published.bytes);
+  return peer.open(descriptor, published.bytes);
 }
 
-std::shared_ptr<SharedMemorySegment> SharedMemoryPeer::copies() const {
-  const PublishedSegment& published = words_.words().copies;
+std::shared_ptr<SharedMemorySegment> copies_of(const SharedMemoryPeer& peer) {
+  const PublishedSegment& published = peer.words<LinkWords>().copies;
   const std::uint64_t ready = published.ready.load();
-  return ready == 0 ? nullptr : open(static_cast<int>(ready & 0xffffffff), published.bytes);
+  return ready == 0 ? nullptr : peer.open(static_cast<int>(ready & 0xffffffff), published.bytes);
 }
 
 void SharedMemoryLink::connect(std::int32_t rank, const PublishedAddress& address) {
-  peers_.at(rank) = std::make_shared<SharedMemoryPeer>(rank, address);
+  peers_.at(rank) = std::make_shared<SharedMemoryPeer>(rank, address, sizeof(LinkWords), LinkWords::kMagic);
 }
 
 const std::shared_ptr<SharedMemoryPeer>& SharedMemoryLink::peer(std::int32_t rank) const {
@@ -212,14 +227,14 @@ std::optional<std::int32_t> SharedMemoryLink::lost() const {
 
 std::optional<std::pair<std::int32_t, std::int32_t>> SharedMemoryLink::find_abort() const {
   for (const auto& peer : peers_) {
-    const std::uint32_t word = peer ? peer->aborted_by() : 0;
+    const std::uint32_t word = peer ? peer->words<LinkWords>().aborted_by.load() : 0;
     if (word != 0) return std::make_pair(peer->rank(), static_cast<std::int32_t>(word) - 1);
   }
   return std::nullopt;
 }
 
 void SharedMemoryLink::publish(std::size_t program, const SharedMemorySegment& rings, std::uint64_t fingerprint) {
-  PublishedSegment& published = words_.words().programs[program % kNumPrograms];
+  PublishedSegment& published = words().programs[program % kNumPrograms];
   published.bytes = rings.size();
   published.fingerprint = fingerprint;
   published.ready.store(ready_value(program, rings.descriptor()));
@@ -228,10 +243,10 @@ void SharedMemoryLink::publish(std::size_t program, const SharedMemorySegment& r
   }
 }
 
-void SharedMemoryLink::publish_copies(const SharedMemorySegment& words) {
-  PublishedSegment& published = words_.words().copies;
-  published.bytes = words.size();
-  published.ready.store(ready_value(0, words.descriptor()));
+void SharedMemoryLink::publish_copies(const SharedMemorySegment& segment) {
+  PublishedSegment& published = words().copies;
+  published.bytes = segment.size();
+  published.ready.store(ready_value(0, segment.descriptor()));
 }
 
 }  // namespace fastpipe

@@ -8,8 +8,8 @@
 // * Atomics are sequentially consistent where nothing else is written. That costs an exchange instead of a store on
 //   x86, once a message, and the wake-up below depends on it. `relaxed` has its reason beside it.
 //
-// Wake-ups. A rank sleeps on its own WakeupWords, and whoever changes what it may wait for wakes it: an eventcount,
-// with a futex. No wake-up is lost:
+// Wake-ups. A rank sleeps on its own SharedMemoryWakeup, and whoever changes what it may wait for wakes it: an
+// eventcount, with a futex. No wake-up is lost:
 //   the owner  (1) reads `count`            the other  (a) changes what is waited for
 //              (2) writes `waiting_for`                (b) reads `waiting_for`; if it is set
 //              (3) looks at what it waits for          (c) unsets it
@@ -123,11 +123,6 @@ class SharedMemorySegment final {
 
 // --- wake-ups -------------------------------------------------------------------------------------------------------
 
-struct alignas(kSharedLine) WakeupWords {
-  SharedWord count;        // of wake-ups; written by any process that wakes the owner
-  SharedWord waiting_for;  // a reason; set by the owner, unset by the owner and by any process that wakes it
-};
-
 // How long a rank sleeps before it looks whether the rank that it waits for lives.
 constexpr int kSliceMilliseconds = 50;
 
@@ -142,43 +137,27 @@ constexpr std::uint32_t for_rank(std::int32_t rank) {
   return static_cast<std::uint32_t>(rank) + 1;
 }
 
-// The steps are those at the top of this file.
-class SharedMemoryWakeup final {
+// Words in shared memory; the steps are those at the top of this file.
+class alignas(kSharedLine) SharedMemoryWakeup final {
  public:
-  explicit SharedMemoryWakeup(WakeupWords& words) : words_(words) {}
-
   // By others, (b) to (e), after (a), which must have been a sequentially consistent store. No system call unless the
   // owner waits for this.
-  void notify(std::uint32_t reason) const;
+  void notify(std::uint32_t reason);
   // The same whatever the owner waits for.
-  void notify_any() const;
+  void notify_any();
 
   enum class Waited { kNot, kUntilWoken, kForSlice };
   // By the owner, (1) to (4): not if `ready`, which is the look of (3), finds what is waited for.
-  Waited wait(std::uint32_t reason, FunctionRef<bool()> ready) const;
+  Waited wait(std::uint32_t reason, FunctionRef<bool()> ready);
 
  private:
-  void wake() const;
+  void wake();
 
-  WakeupWords& words_;
+  SharedWord count_;        // of wake-ups; written by any process that wakes the owner
+  SharedWord waiting_for_;  // a reason; set by the owner, unset by the owner and by any process that wakes it
 };
 
 // --- processes, and what each publishes -----------------------------------------------------------------------------
-
-class SharedMemoryProcess final {
- public:
-  SharedMemoryProcess(std::int32_t rank, pid_t process);
-
-  std::int32_t rank() const { return rank_; }
-  bool alive() const;
-  // The process's own memory; throws Error when it is not what it should be.
-  std::shared_ptr<SharedMemorySegment> open(int descriptor, std::size_t bytes) const;
-
- private:
-  std::int32_t rank_;
-  pid_t process_;
-  SharedMemoryDescriptor pidfd_;  // readable when the process is dead
-};
 
 // What a rank sends the others by any means, so that they find what it publishes.
 struct PublishedAddress {
@@ -187,33 +166,39 @@ struct PublishedAddress {
   std::uint64_t nonce;  // so that nothing else is taken for it
 };
 
-std::uint64_t random_nonce();
+// With these begins memory that one rank of a host writes and all others read. The first two are written before the
+// address leaves the process.
+struct PublishedWords {
+  std::uint64_t magic;
+  std::uint64_t nonce;
+  SharedMemoryWakeup wakeup;
+};
 
-// Memory that one rank of a host writes and all others read. Words begins with `magic`, `nonce` and `wakeup`, which are
-// written before the address leaves the process.
-template <typename Words>
-class PublishedWords final {
+// This rank's own.
+std::shared_ptr<SharedMemorySegment> make_published(std::size_t bytes, std::uint64_t magic);
+PublishedAddress address_of(const SharedMemorySegment& published);
+
+// Another rank of this host, as a process and by what it publishes.
+class SharedMemoryPeer final {
  public:
-  // This rank's own.
-  PublishedWords() : memory_(SharedMemorySegment::make(sizeof(Words))) {
-    words().magic = Words::kMagic;
-    words().nonce = random_nonce();
-  }
-  // Another's. Throws Error when its memory cannot be had, or is not what it should be.
-  PublishedWords(const SharedMemoryProcess& owner, const PublishedAddress& address)
-      : memory_(owner.open(address.descriptor, sizeof(Words))) {
-    if (words().magic == Words::kMagic && words().nonce == address.nonce) return;
-    throw Error("shared memory: what rank " + std::to_string(owner.rank()) +
-                " published cannot be read; run the same version of fastpipe on every rank");
-  }
+  // Throws Error when its memory cannot be had, or is not what it should be.
+  SharedMemoryPeer(std::int32_t rank, const PublishedAddress& address, std::size_t bytes, std::uint64_t magic);
 
-  // Of this rank's own.
-  PublishedAddress address() const { return {::getpid(), memory_->descriptor(), words().nonce}; }
-  Words& words() const { return *memory_->template at<Words>(0); }
-  SharedMemoryWakeup wakeup() const { return SharedMemoryWakeup(words().wakeup); }
+  std::int32_t rank() const { return rank_; }
+  bool alive() const;
+  template <typename Words>
+  Words& words() const {
+    return *published_->at<Words>(0);
+  }
+  SharedMemoryWakeup& wakeup() const { return words<PublishedWords>().wakeup; }
+  // The process's own memory; throws Error when it is not what it should be.
+  std::shared_ptr<SharedMemorySegment> open(int descriptor, std::size_t bytes) const;
 
  private:
-  std::shared_ptr<SharedMemorySegment> memory_;
+  std::int32_t rank_;
+  pid_t process_;
+  SharedMemoryDescriptor pidfd_;  // readable when the process is dead
+  std::shared_ptr<SharedMemorySegment> published_;
 };
 
 // --- the link of a rank to the others of its host -------------------------------------------------------------------
@@ -233,12 +218,9 @@ constexpr std::uint64_t ready_value(std::size_t program, int descriptor) {
 // it with the others, and has opened their rings when it comes to the next: so none is overwritten before it is read.
 constexpr std::size_t kNumPrograms = 64;
 
-struct LinkWords {
+struct LinkWords : PublishedWords {
   static constexpr std::uint64_t kMagic = 0x3265706970747366;
 
-  std::uint64_t magic;
-  std::uint64_t nonce;
-  WakeupWords wakeup;
   // Where devices copy messages: 1 + the rank because of which this one has aborted its queues. What it sends from then
   // on may be no message. Written once.
   SharedWord aborted_by;
@@ -246,29 +228,11 @@ struct LinkWords {
   PublishedSegment programs[kNumPrograms];
 };
 
-// Another rank of this host, as a process and by what it publishes.
-class SharedMemoryPeer final {
- public:
-  SharedMemoryPeer(std::int32_t rank, const PublishedAddress& address);
-
-  std::int32_t rank() const { return process_.rank(); }
-  bool alive() const { return process_.alive(); }
-  SharedMemoryWakeup wakeup() const { return words_.wakeup(); }
-  // See LinkWords.
-  std::uint32_t aborted_by() const { return words_.words().aborted_by.load(); }
-  // The process's own memory; throws Error when it is not what it should be.
-  std::shared_ptr<SharedMemorySegment> open(int descriptor, std::size_t bytes) const {
-    return process_.open(descriptor, bytes);
-  }
-  // The rings that it sends on in a program; null as long as it has none.
-  std::shared_ptr<SharedMemorySegment> rings(std::size_t program, std::uint64_t fingerprint) const;
-  // The words of the channels on which it receives by copy engines; null as long as it has none.
-  std::shared_ptr<SharedMemorySegment> copies() const;
-
- private:
-  SharedMemoryProcess process_;
-  PublishedWords<LinkWords> words_;
-};
+// The rings that a rank sends on in a program; null as long as it has none.
+std::shared_ptr<SharedMemorySegment> rings_of(const SharedMemoryPeer& peer, std::size_t program,
+                                              std::uint64_t fingerprint);
+// The words of the channels on which a rank receives by copy engines; null as long as it has none.
+std::shared_ptr<SharedMemorySegment> copies_of(const SharedMemoryPeer& peer);
 
 // A rank's side of the shared memory of its host, for all the programs of a pipeline.
 class SharedMemoryLink final {
@@ -280,19 +244,19 @@ class SharedMemoryLink final {
 
   std::int32_t rank() const { return rank_; }
   std::size_t num_ranks() const { return peers_.size(); }
-  PublishedAddress address() const { return words_.address(); }
+  PublishedAddress address() const { return address_of(*published_); }
   // Throws Error when its memory cannot be had, or is not what it should be.
   void connect(std::int32_t rank, const PublishedAddress& address);
 
   const std::shared_ptr<SharedMemoryPeer>& peer(std::int32_t rank) const;
-  SharedMemoryWakeup wakeup() const { return words_.wakeup(); }
+  SharedMemoryWakeup& wakeup() const { return words().wakeup; }
   Clock::duration spin() const { return spin_; }
   void check() const { check_(); }
   // From any thread: a rank is lost, or one that is not known (-1). All waits end.
   void lose(std::int32_t rank);
   std::optional<std::int32_t> lost() const;
   // This rank's own word; see LinkWords.
-  SharedWord& aborted_by() const { return words_.words().aborted_by; }
+  SharedWord& aborted_by() const { return words().aborted_by; }
   // A rank that has aborted its queues, and because of which; nothing where there is none.
   std::optional<std::pair<std::int32_t, std::int32_t>> find_abort() const;
 
@@ -301,16 +265,18 @@ class SharedMemoryLink final {
   // Shows the others the rings that this rank sends on in a program.
   void publish(std::size_t program, const SharedMemorySegment& rings, std::uint64_t fingerprint);
   // Shows the others the words of the channels on which this rank receives by copy engines.
-  void publish_copies(const SharedMemorySegment& words);
+  void publish_copies(const SharedMemorySegment& segment);
 
  private:
   static constexpr std::int32_t kNobody = -2;
+
+  LinkWords& words() const { return *published_->at<LinkWords>(0); }
 
   std::int32_t rank_;
   Clock::duration spin_;
   void (*check_)();
   std::atomic<std::int32_t> lost_{kNobody};
-  PublishedWords<LinkWords> words_;
+  std::shared_ptr<SharedMemorySegment> published_ = make_published(sizeof(LinkWords), LinkWords::kMagic);
   std::vector<std::shared_ptr<SharedMemoryPeer>> peers_;  // by rank; null for this one
   std::size_t num_programs_ = 0;
 };

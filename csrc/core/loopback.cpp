@@ -1,16 +1,125 @@
-#include "loopback.h"
-
+// Transport between ranks that are threads of one process.
 #include <algorithm>
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
 #include <set>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "common.h"
+#include "program.h"
+#include "transport.h"
 
 namespace fastpipe {
 
 namespace {
 
-using Operation = LoopbackOperation;
+// A lane of the loopback transport: what is posted on it is executed in order on each of its two ends, and a message
+// is copied when its send and its receive are both first in line. There is no buffer: overwriting or freeing
+// too early what is being sent corrupts it, here as on a network.
+
+// One posted send or receive. It belongs to its rank; while it is posted it also hangs in its lane's queue.
+struct Operation {
+  bool posted = false;  // the owner's: posted and not waited for yet
+  bool done = false;    // the lane's, under its mutex
+  bool is_send = false;
+  bool stand_in = false;  // of a receive: what arrived was one
+  std::int32_t channel = kNone;
+  std::int32_t stage = kNone;  // the consumer's, on both ends
+  std::int32_t microbatch = kNone;
+  const Payload* source = nullptr;  // null: a stand-in
+  Payload* target = nullptr;
+  Clock::time_point eligible{};
+  double completed = 0;
+  std::exception_ptr error;  // of a receive: the copy failed
+  Operation* next = nullptr;
+};
+
+class LoopbackLane {
+ public:
+  // `end`: 0 is the lower rank, 1 the higher. False when the lane is broken.
+  bool post(int end, Operation& operation);
+  // Until the operation is done; false when the lane is broken or the time is over, which breaks it.
+  bool wait(Operation& operation, Clock::time_point deadline);
+  // Nothing that was posted is touched any more once this has returned.
+  void abort(const std::string& why);
+  std::string why_broken();
+
+ private:
+  struct Queue {
+    Operation* head = nullptr;
+    Operation* tail = nullptr;
+  };
+
+  // Executes what can be executed; returns when the next message is eligible, or the end of time.
+  Clock::time_point match();
+  void transfer(Operation& send, Operation& receive);
+  void close(const std::string& why);
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::array<Queue, 2> queues_;
+  bool broken_ = false;
+  std::string why_;
+};
+
+// What the ranks of one process share. Ranks connect one by one; it lives as long as any of them.
+class LoopbackHub final {
+ public:
+  // lanes: that of each channel, by its index. delay_seconds: how long a send waits before it can be executed.
+  LoopbackHub(std::vector<Channel> channels, std::vector<std::int32_t> lanes, double delay_seconds);
+
+  LoopbackLane& lane_of(std::int32_t channel) { return *lanes_[lane_numbers_[channel]]; }
+  Clock::duration delay() const { return delay_; }
+  // Throws ArgumentError for a program that it was not made for.
+  void check(const RankProgram& program) const;
+  // Breaks every lane between two ranks.
+  void abort(std::int32_t one, std::int32_t other, const std::string& why);
+
+ private:
+  std::vector<Channel> channels_;
+  std::vector<std::int32_t> lane_numbers_;
+  std::vector<std::unique_ptr<LoopbackLane>> lanes_;
+  Clock::duration delay_;
+};
+
+class LoopbackTransport final : public Transport {
+ public:
+  LoopbackTransport(std::shared_ptr<LoopbackHub> hub, const RankProgram& program, double timeout_seconds);
+  ~LoopbackTransport() override;
+
+  void begin_step(std::int64_t signature, bool announce) override;
+  void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;
+  bool wait_receive(std::int32_t slot) override;
+  void post_send(const Transfer& transfer, std::int32_t send, const Payload& from) override;
+  void post_stand_in(const Transfer& transfer, std::int32_t send) override;
+  double wait_send(std::int32_t send) override;
+  void end_step(bool complete) override;
+
+ private:
+  Operation& prepare(Operation& operation, const Transfer& transfer, bool is_send) const;
+  void post(Operation& operation);
+  // False: the peer is broken, there is nothing to wait for.
+  bool wait(Operation& operation);
+  std::int32_t peer_of(const Operation& operation) const;
+  void abort(std::int32_t peer, const std::string& why);
+  [[noreturn]] void abort_peer(Operation& operation);
+  // Takes back what is still posted, since the lanes must not keep what belongs to this rank. True if nothing was.
+  bool withdraw(const char* why);
+
+  std::shared_ptr<LoopbackHub> hub_;
+  RankProgram program_;
+  double timeout_seconds_;
+  SpecBook specs_;
+  std::vector<Operation> receives_;
+  std::vector<Operation> sends_;
+  BrokenPeers broken_;
+};
 
 std::string text(const Operation& operation) {
   return std::string(operation.is_send ? "a send" : "a receive") + " on channel " + std::to_string(operation.channel) +
@@ -21,8 +130,6 @@ bool fit(const Operation& one, const Operation& other) {
   return one.is_send != other.is_send && one.channel == other.channel && one.stage == other.stage &&
          one.microbatch == other.microbatch;
 }
-
-}  // namespace
 
 bool LoopbackLane::post(int end, Operation& operation) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -96,8 +203,6 @@ void LoopbackLane::close(const std::string& why) {
   changed_.notify_all();
 }
 
-namespace {
-
 // Its two ends tell a lane's operations apart, so it must not serve a third rank.
 void require_pairs(const std::vector<Channel>& channels, const std::vector<std::int32_t>& lanes) {
   std::vector<std::set<std::int32_t>> ranks(lanes.size());
@@ -115,8 +220,6 @@ void require_pairs(const std::vector<Channel>& channels, const std::vector<std::
   }
 }
 
-}  // namespace
-
 LoopbackHub::LoopbackHub(std::vector<Channel> channels, std::vector<std::int32_t> lanes, double delay_seconds)
     : channels_(std::move(channels)), lane_numbers_(std::move(lanes)), delay_(as_duration(delay_seconds)) {
   if (lane_numbers_.size() != channels_.size()) {
@@ -131,14 +234,6 @@ void LoopbackHub::check(const RankProgram& program) const {
   if (program.channels().size() == channels_.size()) return;
   throw ArgumentError("this loopback was made for " + std::to_string(channels_.size()) + " channels, the program has " +
                       std::to_string(program.channels().size()) + "; make a loopback for each program");
-}
-
-Connect over_loopback(std::vector<Channel> channels, std::vector<std::int32_t> lanes, double delay_seconds) {
-  auto hub = std::make_shared<LoopbackHub>(std::move(channels), std::move(lanes), delay_seconds);
-  return [hub](const RankProgram& program, double timeout_seconds) {
-    hub->check(program);
-    return std::make_unique<LoopbackTransport>(hub, program, timeout_seconds);
-  };
 }
 
 void LoopbackHub::abort(std::int32_t one, std::int32_t other, const std::string& why) {
@@ -167,9 +262,8 @@ void LoopbackTransport::begin_step(std::int64_t signature, bool announce) {
   specs_.open(signature, announce);
 }
 
-LoopbackOperation& LoopbackTransport::prepare(LoopbackOperation& operation, const Transfer& transfer,
-                                              bool is_send) const {
-  operation = LoopbackOperation{};
+Operation& LoopbackTransport::prepare(Operation& operation, const Transfer& transfer, bool is_send) const {
+  operation = Operation{};
   operation.is_send = is_send;
   operation.channel = transfer.channel;
   operation.stage = is_send ? transfer.consumer(program_.channels()[transfer.channel].kind) : transfer.stage;
@@ -178,14 +272,14 @@ LoopbackOperation& LoopbackTransport::prepare(LoopbackOperation& operation, cons
 }
 
 void LoopbackTransport::post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) {
-  LoopbackOperation& operation = prepare(receives_[slot], transfer, false);
+  Operation& operation = prepare(receives_[slot], transfer, false);
   operation.target = &into;
   post(operation);
 }
 
 void LoopbackTransport::post_send(const Transfer& transfer, std::int32_t send, const Payload& from) {
   specs_.learn_or_check(transfer.position, from, program_);
-  LoopbackOperation& operation = prepare(sends_[send], transfer, true);
+  Operation& operation = prepare(sends_[send], transfer, true);
   operation.source = &from;
   post(operation);
 }
@@ -194,7 +288,7 @@ void LoopbackTransport::post_stand_in(const Transfer& transfer, std::int32_t sen
   post(prepare(sends_[send], transfer, true));
 }
 
-void LoopbackTransport::post(LoopbackOperation& operation) {
+void LoopbackTransport::post(Operation& operation) {
   const std::int32_t peer = peer_of(operation);
   if (broken_.has(peer)) return;
   if (operation.is_send && hub_->delay() > Clock::duration::zero()) operation.eligible = Clock::now() + hub_->delay();
@@ -204,18 +298,18 @@ void LoopbackTransport::post(LoopbackOperation& operation) {
 }
 
 bool LoopbackTransport::wait_receive(std::int32_t slot) {
-  LoopbackOperation& operation = receives_[slot];
+  Operation& operation = receives_[slot];
   if (!wait(operation)) return false;
   if (operation.error) std::rethrow_exception(std::exchange(operation.error, nullptr));
   return !operation.stand_in;
 }
 
 double LoopbackTransport::wait_send(std::int32_t send) {
-  LoopbackOperation& operation = sends_[send];
+  Operation& operation = sends_[send];
   return wait(operation) ? operation.completed : 0;
 }
 
-bool LoopbackTransport::wait(LoopbackOperation& operation) {
+bool LoopbackTransport::wait(Operation& operation) {
   // Not posted since the peer is broken, or waited for before (an error's second wait, while draining).
   if (!operation.posted || broken_.has(peer_of(operation))) return false;
   const Clock::time_point deadline = Clock::now() + as_duration(timeout_seconds_);
@@ -224,7 +318,7 @@ bool LoopbackTransport::wait(LoopbackOperation& operation) {
   return true;
 }
 
-std::int32_t LoopbackTransport::peer_of(const LoopbackOperation& operation) const {
+std::int32_t LoopbackTransport::peer_of(const Operation& operation) const {
   return program_.channels()[operation.channel].peer_of(program_.rank());
 }
 
@@ -233,7 +327,7 @@ void LoopbackTransport::abort(std::int32_t peer, const std::string& why) {
   hub_->abort(program_.rank(), peer, why);
 }
 
-void LoopbackTransport::abort_peer(LoopbackOperation& operation) {
+void LoopbackTransport::abort_peer(Operation& operation) {
   const std::int32_t peer = peer_of(operation);
   const std::string why = hub_->lane_of(operation.channel).why_broken();
   abort(peer, why);
@@ -249,8 +343,8 @@ void LoopbackTransport::end_step(bool complete) {
 
 bool LoopbackTransport::withdraw(const char* why) {
   bool idle = true;
-  for (std::vector<LoopbackOperation>* operations : {&receives_, &sends_}) {
-    for (LoopbackOperation& operation : *operations) {
+  for (std::vector<Operation>* operations : {&receives_, &sends_}) {
+    for (Operation& operation : *operations) {
       if (!operation.posted) continue;
       idle = false;
       if (!broken_.has(peer_of(operation))) abort(peer_of(operation), why);
@@ -258,6 +352,16 @@ bool LoopbackTransport::withdraw(const char* why) {
     }
   }
   return idle;
+}
+
+}  // namespace
+
+Connect over_loopback(std::vector<Channel> channels, std::vector<std::int32_t> lanes, double delay_seconds) {
+  auto hub = std::make_shared<LoopbackHub>(std::move(channels), std::move(lanes), delay_seconds);
+  return [hub](const RankProgram& program, double timeout_seconds) {
+    hub->check(program);
+    return std::make_unique<LoopbackTransport>(hub, program, timeout_seconds);
+  };
 }
 
 }  // namespace fastpipe

@@ -9,9 +9,7 @@
 namespace fastpipe {
 
 void SharedMemoryExchange::connect(std::int32_t rank, const PublishedAddress& address) {
-  SharedMemoryProcess process(rank, address.process);
-  PublishedWords<ExchangeWords> words(process, address);
-  peers_.at(rank).emplace(Peer{std::move(process), std::move(words)});
+  peers_.at(rank).emplace(rank, address, sizeof(ExchangeWords), ExchangeWords::kMagic);
 }
 
 void SharedMemoryExchange::post(std::string_view message) {
@@ -24,13 +22,13 @@ void SharedMemoryExchange::post(std::string_view message) {
 }
 
 void SharedMemoryExchange::write(std::string_view message, int descriptor) {
-  ExchangeMessage& place = words_.words().messages[++number_ % 2];
+  ExchangeMessage& place = words().messages[++number_ % 2];
   place.bytes = message.size();
   place.descriptor = descriptor;
   if (descriptor < 0) std::memcpy(place.inline_bytes, message.data(), message.size());
-  words_.words().posted.store(number_);
+  words().posted.store(number_);
   for (const auto& peer : peers_) {
-    if (peer) peer->words.wakeup().notify(for_rank(rank_));
+    if (peer) peer->wakeup().notify(for_rank(rank_));
   }
 }
 
@@ -48,22 +46,22 @@ bool SharedMemoryExchange::wait_for_all(Clock::time_point deadline) {
   return true;
 }
 
-bool SharedMemoryExchange::wait_for(Peer& peer, Clock::time_point deadline) {
-  if (peer.dead || arrived(peer) || spin(peer)) return true;
-  const SharedMemoryWakeup wakeup = words_.wakeup();
+bool SharedMemoryExchange::wait_for(const SharedMemoryPeer& peer, Clock::time_point deadline) {
+  if (dead_[peer.rank()] || arrived(peer) || spin(peer)) return true;
+  SharedMemoryWakeup& wakeup = words().wakeup;
   while (true) {
-    const auto waited = wakeup.wait(for_rank(peer.process.rank()), [&] { return arrived(peer); });
+    const auto waited = wakeup.wait(for_rank(peer.rank()), [&] { return arrived(peer); });
     if (waited == SharedMemoryWakeup::Waited::kNot) return true;
     // Asked before the last look, as what it posted before it died counts.
-    const bool alive = waited == SharedMemoryWakeup::Waited::kUntilWoken || peer.process.alive();
+    const bool alive = waited == SharedMemoryWakeup::Waited::kUntilWoken || peer.alive();
     if (arrived(peer)) return true;
-    peer.dead = !alive;
-    if (peer.dead) return true;
+    dead_[peer.rank()] = !alive;
+    if (!alive) return true;
     if (Clock::now() >= deadline) return false;
   }
 }
 
-bool SharedMemoryExchange::spin(const Peer& peer) const {
+bool SharedMemoryExchange::spin(const SharedMemoryPeer& peer) const {
   if (spin_ == Clock::duration::zero()) return false;
   const Clock::time_point until = Clock::now() + spin_;
   while (Clock::now() < until) {
@@ -76,7 +74,7 @@ bool SharedMemoryExchange::spin(const Peer& peer) const {
 std::vector<std::int32_t> SharedMemoryExchange::missing() const {
   std::vector<std::int32_t> ranks;
   for (const auto& peer : peers_) {
-    if (peer && !arrived(*peer) && peer->process.alive()) ranks.push_back(peer->process.rank());
+    if (peer && !arrived(*peer) && peer->alive()) ranks.push_back(peer->rank());
   }
   return ranks;
 }
@@ -85,27 +83,27 @@ bool SharedMemoryExchange::collect() {
   bool large = large_ != nullptr;
   for (const auto& peer : peers_) {
     if (!peer || !arrived(*peer)) continue;
-    const ExchangeMessage& message = peer->words.words().messages[number_ % 2];
+    const ExchangeMessage& message = peer->words<ExchangeWords>().messages[number_ % 2];
     large = large || message.descriptor >= 0;
-    messages_[peer->process.rank()] = read(*peer, message);
-    if (peer->words.words().posted.load() > number_ + 1) {
-      throw Error("rank " + std::to_string(peer->process.rank()) + " has continued without rank " +
-                  std::to_string(rank_) + "; build the Pipeline again after an aborted step");
+    messages_[peer->rank()] = read(*peer, message);
+    if (peer->words<ExchangeWords>().posted.load() > number_ + 1) {
+      throw Error("rank " + std::to_string(peer->rank()) + " has continued without rank " + std::to_string(rank_) +
+                  "; build the Pipeline again after an aborted step");
     }
   }
   return large;
 }
 
-std::optional<std::string> SharedMemoryExchange::read(const Peer& peer, const ExchangeMessage& message) {
+std::optional<std::string> SharedMemoryExchange::read(const SharedMemoryPeer& peer, const ExchangeMessage& message) {
   const std::size_t bytes = message.bytes;
   if (message.descriptor < 0) {
     return std::string(reinterpret_cast<const char*>(message.inline_bytes), std::min(bytes, kExchangeBytes));
   }
   try {
-    const auto large = peer.process.open(message.descriptor, bytes);
+    const auto large = peer.open(message.descriptor, bytes);
     return std::string(reinterpret_cast<const char*>(large->data()), bytes);
   } catch (const Error&) {
-    if (peer.process.alive()) throw;
+    if (peer.alive()) throw;
     return std::nullopt;  // it went with its process
   }
 }

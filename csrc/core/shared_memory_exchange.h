@@ -36,12 +36,9 @@ struct ExchangeMessage {
   alignas(kSharedLine) std::byte inline_bytes[kExchangeBytes];
 };
 
-struct ExchangeWords {
+struct ExchangeWords : PublishedWords {
   static constexpr std::uint64_t kMagic = 0x3178657069707466;
 
-  std::uint64_t magic;
-  std::uint64_t nonce;
-  WakeupWords wakeup;
   alignas(kSharedLine) SharedNumber posted;          // messages ever written; written last
   alignas(kSharedLine) ExchangeMessage messages[2];  // of odd numbers, and of even ones
 };
@@ -50,13 +47,13 @@ class SharedMemoryExchange final {
  public:
   // spin: how long to poll before sleeping.
   SharedMemoryExchange(std::int32_t rank, std::int32_t num_ranks, Clock::duration spin)
-      : rank_(rank), spin_(spin), peers_(num_ranks) {}
+      : rank_(rank), spin_(spin), peers_(num_ranks), dead_(num_ranks) {}
   SharedMemoryExchange(std::int32_t rank, std::int32_t num_ranks)
       : SharedMemoryExchange(rank, num_ranks, usual_spin(num_ranks)) {}
 
   // How many ranks compute on this host, this exchange's or not: polling pays only where a core is free.
   void share_host(std::int32_t num_ranks) { spin_ = usual_spin(num_ranks); }
-  PublishedAddress address() const { return words_.address(); }
+  PublishedAddress address() const { return address_of(*published_); }
   // Throws Error when its memory cannot be had, or is not what it should be.
   void connect(std::int32_t rank, const PublishedAddress& address);
 
@@ -72,28 +69,24 @@ class SharedMemoryExchange final {
   std::int32_t num_ranks() const { return static_cast<std::int32_t>(peers_.size()); }
 
  private:
-  struct Peer {
-    SharedMemoryProcess process;
-    PublishedWords<ExchangeWords> words;
-    bool dead = false;
-  };
-
-  bool arrived(const Peer& peer) const { return peer.words.words().posted.load() >= number_; }
+  ExchangeWords& words() const { return *published_->at<ExchangeWords>(0); }
+  bool arrived(const SharedMemoryPeer& peer) const { return peer.words<ExchangeWords>().posted.load() >= number_; }
   // descriptor: of the memory that it lies in; -1: it is written inline.
   void write(std::string_view message, int descriptor);
   bool wait_for_all(Clock::time_point deadline);
-  bool wait_for(Peer& peer, Clock::time_point deadline);
-  bool spin(const Peer& peer) const;
+  bool wait_for(const SharedMemoryPeer& peer, Clock::time_point deadline);
+  bool spin(const SharedMemoryPeer& peer) const;
   // Whether any was large.
   bool collect();
-  static std::optional<std::string> read(const Peer& peer, const ExchangeMessage& message);
+  static std::optional<std::string> read(const SharedMemoryPeer& peer, const ExchangeMessage& message);
 
   std::int32_t rank_;
   Clock::duration spin_;
-  PublishedWords<ExchangeWords> words_;
-  std::shared_ptr<SharedMemorySegment> large_;  // the last message, if it is too large
-  std::vector<std::optional<Peer>> peers_;      // by rank; nothing for this one
-  std::uint64_t number_ = 0;                    // of what this rank wrote last
+  std::shared_ptr<SharedMemorySegment> published_ = make_published(sizeof(ExchangeWords), ExchangeWords::kMagic);
+  std::shared_ptr<SharedMemorySegment> large_;          // the last message, if it is too large
+  std::vector<std::optional<SharedMemoryPeer>> peers_;  // by rank; nothing for this one
+  std::vector<bool> dead_;                              // by rank, as a wait found
+  std::uint64_t number_ = 0;                            // of what this rank wrote last
   bool collected_ = false;
   std::vector<std::optional<std::string>> messages_;  // by rank
 };

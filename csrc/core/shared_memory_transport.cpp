@@ -20,11 +20,11 @@ SharedMemoryLease::~SharedMemoryLease() {
   cell_.sender->wake_if_starved();
 }
 
-void HeldCellReport::send() {
-  const ReceivedCell cell = std::exchange(cell_, {});
-  std::uint64_t expected = used_;
+void ReceivedCell::report_freed() {
+  const ReceivedCell cell = std::exchange(*this, {});
+  std::uint64_t expected = cell.used;
   // It fails when the cell is free, or has the next message already, whose number differs.
-  if (cell.words != nullptr && cell.words->state.compare_exchange_strong(expected, used_ | kHeldMark)) {
+  if (cell.words != nullptr && cell.words->state.compare_exchange_strong(expected, cell.used | kHeldMark)) {
     cell.sender->wake_if_starved();
   }
 }
@@ -45,21 +45,22 @@ bool SharedMemoryCells::Part::idle() const {
   return true;
 }
 
-SharedMemoryCell SharedMemoryCells::find(std::size_t bytes) {
+CellWords* SharedMemoryCells::find(RingEntry& entry) {
+  const std::size_t bytes = entry.bytes;
   std::size_t usable = 0;
   for (const Part& part : parts_) {
     if (part.capacity < bytes || part.retired()) continue;
     // The first that is free: few cells are touched, and these stay in the cache.
     for (std::size_t cell = 0; cell < part.num_cells; ++cell) {
       const std::uint64_t state = part.words(cell).state.load();
-      if (state == kCellFree) return cell_of(part, cell);
+      if (state == kCellFree) return take(part, cell, entry);
       if ((state & kHeldMark) == 0) ++usable;
     }
   }
   const std::size_t enough = wanted(bytes);
-  if (usable >= enough) return {};
+  if (usable >= enough) return nullptr;
   grow(bytes, enough - usable);
-  return cell_of(parts_.back(), 0);
+  return take(parts_.back(), 0, entry);
 }
 
 std::size_t SharedMemoryCells::wanted(std::size_t bytes) const {
@@ -67,14 +68,12 @@ std::size_t SharedMemoryCells::wanted(std::size_t bytes) const {
   return std::max<std::size_t>(slots_ + kAhead, small);
 }
 
-SharedMemoryCell SharedMemoryCells::cell_of(const Part& part, std::size_t index) const {
-  const std::size_t offset = part.offset(index);
-  return {&part.words(index),
-          part.memory->data() + offset + sizeof(CellWords),
-          part.number,
-          offset,
-          part.memory->descriptor(),
-          part.memory->size()};
+CellWords* SharedMemoryCells::take(const Part& part, std::size_t index, RingEntry& entry) {
+  entry.segment = part.number;
+  entry.segment_bytes = part.memory->size();
+  entry.offset = part.offset(index);
+  entry.descriptor = part.memory->descriptor();
+  return &part.words(index);
 }
 
 void SharedMemoryCells::grow(std::size_t bytes, std::size_t num_cells) {
@@ -118,7 +117,7 @@ bool SharedMemoryInbox::arrived() {
 }
 
 bool SharedMemoryInbox::open() {
-  auto rings = peer_->rings(program_, fingerprint_);
+  auto rings = rings_of(*peer_, program_, fingerprint_);
   if (!rings) return false;
   const std::uint64_t offset = rings->at<std::uint64_t>(0)[channel_];
   require(offset > 0 && offset + sizeof(RingWords) <= rings->size());
@@ -145,10 +144,10 @@ void SharedMemoryInbox::read_cell(const RingEntry& entry, SharedMemoryMessage& m
   const auto& segment = segment_of(entry);
   const std::uint64_t begin = entry.offset + sizeof(CellWords);
   require(begin <= segment->size() && entry.bytes <= segment->size() - begin);
-  ReceivedCell cell{sender_, segment, segment->at<CellWords>(entry.offset)};
+  auto* const words = segment->at<CellWords>(entry.offset);
+  message.cell = {sender_, segment, words, words->state.load()};
   message.bytes = {segment->data() + begin, entry.bytes, entry.announced != 0};
-  message.lease = SharedMemoryLease(cell);
-  message.held_cell = HeldCellReport(std::move(cell));
+  message.lease = SharedMemoryLease(message.cell);
 }
 
 const std::shared_ptr<SharedMemorySegment>& SharedMemoryInbox::segment_of(const RingEntry& entry) {
@@ -228,14 +227,10 @@ bool SharedMemoryOutbox::copy(SharedMemorySend& send) {
 
 bool SharedMemoryOutbox::copy_payload(const SharedMemorySend& send, RingEntry& entry) {
   entry.bytes = codec_.size(*send.from, send.announced);
-  const SharedMemoryCell cell = cells_.find(entry.bytes);
-  if (cell.words == nullptr) return false;
-  codec_.write(*send.from, {cell.data, entry.bytes, send.announced});
-  cell.words->state.store(used_cell(sent_), std::memory_order_relaxed);  // the receiver sees it when it sees `sent`
-  entry.segment = cell.segment;
-  entry.segment_bytes = cell.segment_bytes;
-  entry.offset = cell.offset;
-  entry.descriptor = cell.descriptor;
+  CellWords* const cell = cells_.find(entry);
+  if (cell == nullptr) return false;
+  codec_.write(*send.from, {reinterpret_cast<std::byte*>(cell + 1), entry.bytes, send.announced});
+  cell->state.store(used_cell(sent_), std::memory_order_relaxed);  // the receiver sees it when it sees `sent`
   return true;
 }
 
@@ -324,7 +319,6 @@ SharedMemoryTransport::SharedMemoryTransport(const SharedMemoryChannels& source,
       queues_(program.channels().size()),
       receives_(program.num_slots()),
       sends_(program.num_sends()),
-      send_positions_(program.num_sends()),
       broken_(program.rank()) {
   make_rings(source);
   const std::vector<Channel>& channels = program_.channels();
@@ -366,7 +360,7 @@ void SharedMemoryTransport::begin_step(std::int64_t signature, bool announce) {
 
 void SharedMemoryTransport::post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) {
   Receive& receive = receives_[slot];
-  receive.held_cell.send();
+  receive.cell.report_freed();
   receive.state = Receive::State::kIdle;
   if (broken_.has(peer_of(transfer.channel))) return;
   receive.transfer = transfer;
@@ -422,7 +416,7 @@ void SharedMemoryTransport::deliver(Receive& receive, SharedMemoryMessage messag
   if (message.stand_in) return;
   if (message.bytes.announced != specs_.announcing()) throw Error("one rank announces this step and one does not");
   if (message.bytes.announced) specs_.learn(transfer.position, codec_->read_spec(message.bytes));
-  receive.held_cell = std::move(message.held_cell);
+  receive.cell = std::move(message.cell);
   codec_->adopt(*receive.into, specs_.at(transfer.position), message.bytes, std::move(message.lease));
 }
 
@@ -444,7 +438,7 @@ bool SharedMemoryTransport::prepare(const Transfer& transfer, std::int32_t send,
   it.microbatch = transfer.microbatch;
   it.from = from;
   it.announced = specs_.announcing();
-  send_positions_[send] = transfer.position;
+  it.position = transfer.position;
   return !broken_.has(peer_of(transfer.channel));
 }
 
@@ -459,7 +453,7 @@ double SharedMemoryTransport::wait_send(std::int32_t send) {
   SharedMemorySend& it = sends_[send];
   const SharedMemorySend::State posted = SharedMemorySend::State::kPosted;
   if (it.state == posted && !broken_.has(peer_of(it.channel))) {
-    wait(outboxes_[it.channel]->peer(), kForSpace, send_positions_[send], [&] { return it.state != posted; });
+    wait(outboxes_[it.channel]->peer(), kForSpace, it.position, [&] { return it.state != posted; });
   }
   it.state = SharedMemorySend::State::kIdle;
   return it.completed;
@@ -475,7 +469,7 @@ bool SharedMemoryTransport::advance() {
 
 void SharedMemoryTransport::report_held_cells() {
   for (Receive& receive : receives_) {
-    if (!receive.held_cell.empty() && receive.into->empty()) receive.held_cell.send();
+    if (receive.cell.words != nullptr && receive.into->empty()) receive.cell.report_freed();
   }
 }
 
@@ -483,7 +477,7 @@ void SharedMemoryTransport::wait(const SharedMemoryPeer& peer, std::uint32_t rea
                                  FunctionRef<bool()> ready) {
   if (look(ready) || spin(ready)) return;
   report_held_cells();
-  const SharedMemoryWakeup wakeup = link_->wakeup();
+  SharedMemoryWakeup& wakeup = link_->wakeup();
   const Clock::time_point deadline = Clock::now() + as_duration(timeout_seconds_);
   while (true) {
     const auto waited = wakeup.wait(reason, [&] { return look(ready); });

@@ -128,7 +128,12 @@ struct CellSender {
 struct ReceivedCell {
   std::shared_ptr<const CellSender> sender;
   std::shared_ptr<SharedMemorySegment> segment;
-  CellWords* words = nullptr;
+  CellWords* words = nullptr;  // null: there is none
+  std::uint64_t used = 0;      // the state in which it came
+
+  // The program has freed the message: marks the cell if it is not free, as a tensor may still hold it. Once: of this
+  // cell nothing is left.
+  void report_freed();
 };
 
 // While it lives, the sender leaves the cell alone.
@@ -152,21 +157,6 @@ class SharedMemoryLease final {
 
   ReceivedCell cell_;
   pid_t process_ = 0;
-};
-
-// Reports a cell that the program has freed and a tensor still holds.
-class HeldCellReport final {
- public:
-  HeldCellReport() = default;
-  explicit HeldCellReport(ReceivedCell cell) : cell_(std::move(cell)), used_(cell_.words->state.load()) {}
-
-  bool empty() const { return cell_.words == nullptr; }
-  // The program has freed the message: marks the cell if it is not free. Once.
-  void send();
-
- private:
-  ReceivedCell cell_;
-  std::uint64_t used_ = 0;
 };
 
 // --- how a payload lies in shared memory -----------------------------------------------------------------------------
@@ -207,16 +197,6 @@ class Codec {
 
 // --- the sender's end of a channel -----------------------------------------------------------------------------------
 
-// Where a message may be written.
-struct SharedMemoryCell {
-  CellWords* words = nullptr;  // null: there is none now
-  std::byte* data = nullptr;
-  std::uint64_t segment = 0;
-  std::uint64_t offset = 0;
-  int descriptor = -1;
-  std::size_t segment_bytes = 0;
-};
-
 // The memory in which a channel's messages lie.
 class SharedMemoryCells final {
  public:
@@ -224,9 +204,9 @@ class SharedMemoryCells final {
   // num_messages: how many a step sends.
   SharedMemoryCells(std::int32_t slots, std::int32_t num_messages) : slots_(slots), num_messages_(num_messages) {}
 
-  // A free cell for that many bytes; there is one, or memory for one is made, unless `slots` and a few more cells are
-  // in use that the program will free.
-  SharedMemoryCell find(std::size_t bytes);
+  // A free cell for the entry's bytes, of which the entry says from now on where it is. There is one, or memory for one
+  // is made, unless `slots` and a few more cells are in use that the program will free: then null.
+  CellWords* find(RingEntry& entry);
   // Unmaps segments that larger cells have replaced.
   void sweep();
 
@@ -245,7 +225,7 @@ class SharedMemoryCells final {
   };
 
   std::size_t wanted(std::size_t bytes) const;
-  SharedMemoryCell cell_of(const Part& part, std::size_t index) const;
+  static CellWords* take(const Part& part, std::size_t index, RingEntry& entry);
   void grow(std::size_t bytes, std::size_t num_cells);
   void retire_below(std::size_t capacity);
 
@@ -265,6 +245,7 @@ struct SharedMemorySend {
   std::int32_t microbatch = 0;
   const Payload* from = nullptr;  // null: a stand-in
   bool announced = false;
+  std::size_t position = 0;  // in the program, for messages
   double completed = 0;
 };
 
@@ -309,7 +290,7 @@ struct SharedMemoryMessage {
   bool stand_in = false;
   CellBytes bytes{};
   SharedMemoryLease lease;
-  HeldCellReport held_cell;
+  ReceivedCell cell;
 };
 
 class SharedMemoryInbox final {
@@ -400,7 +381,7 @@ class SharedMemoryTransport final : public Transport {
   bool advance();
   void serve(const std::atomic<bool>& over);
   // The program has freed a slot, and the next message in it may be another transport's.
-  void report_held_cell(std::int32_t slot) { receives_[slot].held_cell.send(); }
+  void report_held_cell(std::int32_t slot) { receives_[slot].cell.report_freed(); }
   void wake_own_rank() const { link_->wakeup().notify_any(); }
 
  private:
@@ -411,7 +392,7 @@ class SharedMemoryTransport final : public Transport {
     Transfer transfer{};
     Payload* into = nullptr;
     bool stand_in = false;
-    HeldCellReport held_cell;
+    ReceivedCell cell;
   };
 
   void make_rings(const SharedMemoryChannels& source);
@@ -441,11 +422,12 @@ class SharedMemoryTransport final : public Transport {
   std::vector<Fifo<std::int32_t>> queues_;  // by channel: the slots of its posted receives, in order
   std::vector<Receive> receives_;
   std::vector<SharedMemorySend> sends_;
-  std::vector<std::size_t> send_positions_;  // for messages
   BrokenPeers broken_;
   std::vector<std::pair<std::int32_t, std::string>> dropped_;  // peers that are broken at the end of the step, and why
 };
 
 Connect over_shared_memory(std::shared_ptr<const SharedMemoryChannels> channels);
+// In part: `near` says which channels are its, the others go over `far`. See mixed_transport.cpp.
+Connect over_both(std::shared_ptr<const SharedMemoryChannels> near, Connect far);
 
 }  // namespace fastpipe

@@ -92,6 +92,10 @@ class Transport {
 // Makes the transport of one rank for one program.
 using Connect = std::function<std::unique_ptr<Transport>(const RankProgram& program, double timeout_seconds)>;
 
+// Between ranks that are threads of one process, for all ranks of a program: strict FIFO lanes, no buffer. lanes: that
+// of each channel, by its index. delay_seconds: how long a send waits before it can be executed.
+Connect over_loopback(std::vector<Channel> channels, std::vector<std::int32_t> lanes, double delay_seconds);
+
 // The peers of one rank that are broken: nothing is exchanged with them any more.
 class BrokenPeers final {
  public:

@@ -1,10 +1,15 @@
-#include "copy_engine.h"
+// The copy engine of a CUDA device. Written for GPUs, and not yet run on one.
+#include "core/copy_engine.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <cuda.h>
+#include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "core/common.h"
@@ -135,12 +140,53 @@ class CudaMark final : public CopyMark {
   cudaEvent_t event_ = nullptr;
 };
 
-}  // namespace
+// Flags in memory that streams write and wait for, without the host. The functions are looked up in the driver
+// that runs, so that this library can be loaded where there is none.
+class StreamFlags {
+ public:
+  // Throws Error where the driver lacks them.
+  StreamFlags();
+
+  // When all that `stream` has before is done and can be seen.
+  void write(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const;
+  // What `stream` gets next waits until the flag is `value` or, on the circle of 32 bits, beyond it.
+  void wait(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const;
+
+ private:
+  using Function = CUresult(CUDAAPI*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
+  static Function find(const char* name);
+
+  Function write_;
+  Function wait_;
+};
+
+StreamFlags::StreamFlags() : write_(find("cuStreamWriteValue32")), wait_(find("cuStreamWaitValue32")) {}
+
+StreamFlags::Function StreamFlags::find(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  require(cudaGetDriverEntryPointByVersion(name, &function, kStreamFlagsSince, cudaEnableDefault, &found), name);
+  if (found != cudaDriverEntryPointSuccess || function == nullptr) {
+    throw Error(std::string("the CUDA driver has no ") + name + "; install a newer one");
+  }
+  return reinterpret_cast<Function>(function);
+}
+
+void StreamFlags::write(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const {
+  const auto address = reinterpret_cast<CUdeviceptr>(flag);
+  require_driver(write_(stream, address, value, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue32");
+}
+
+void StreamFlags::wait(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const {
+  const auto address = reinterpret_cast<CUdeviceptr>(flag);
+  require_driver(wait_(stream, address, value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
+}
 
 // A stream that is somebody else's.
-class CudaCopyEngine::Stream : public CopyQueue {
+class CudaStream : public CopyQueue {
  public:
-  Stream(int device, const StreamFlags& flags, cudaStream_t stream) : device_(device), flags_(flags), stream_(stream) {}
+  CudaStream(int device, const StreamFlags& flags, cudaStream_t stream)
+      : device_(device), flags_(flags), stream_(stream) {}
 
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
     const c10::cuda::CUDAGuard guard(index());
@@ -181,8 +227,6 @@ class CudaCopyEngine::Stream : public CopyQueue {
   cudaStream_t stream_;
 };
 
-namespace {
-
 // Of the highest priority, as a message is little work and another process waits for it. torch's streams are of the
 // lowest four (c10/cuda/CUDAStream.h), and 32 of each, as many as there are queues in hardware.
 cudaStream_t make_stream(int device) {
@@ -196,51 +240,45 @@ cudaStream_t make_stream(int device) {
 }
 
 // Its own. Work that it still has goes on when it is destroyed.
-template <typename Base>
-class OwnStream final : public Base {
+class OwnStream final : public CudaStream {
  public:
-  OwnStream(int device, const StreamFlags& flags) : Base(device, flags, make_stream(device)), device_(device) {}
+  OwnStream(int device, const StreamFlags& flags) : CudaStream(device, flags, make_stream(device)), device_(device) {}
   ~OwnStream() override {
-    release_on(device_, [this] { cudaStreamDestroy(this->stream()); });
+    release_on(device_, [this] { cudaStreamDestroy(stream()); });
   }
 
  private:
   int device_;
 };
 
-}  // namespace
+class CudaCopyEngine final : public CopyEngine {
+ public:
+  // Throws Error where the device or its driver cannot do what is asked of it.
+  explicit CudaCopyEngine(int device);
 
-StreamFlags::StreamFlags() : write_(find("cuStreamWriteValue32")), wait_(find("cuStreamWaitValue32")) {}
+  // By cudaMalloc, not from torch's allocator: an IPC handle is that of a whole allocation.
+  std::shared_ptr<CopyMemory> allocate(std::size_t bytes) override;
+  CopyTicket ticket(const CopyMemory& memory) override;
+  std::shared_ptr<CopyMemory> open(const CopyTicket& ticket) override;
+  std::shared_ptr<void> expose(std::shared_ptr<SharedMemorySegment> segment) override;
+  std::unique_ptr<CopyQueue> make_queue() override;
+  std::unique_ptr<CopyMark> make_mark() override;
+  // torch's current stream.
+  CopyQueue& current() override;
 
-StreamFlags::Function StreamFlags::find(const char* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  require(cudaGetDriverEntryPointByVersion(name, &function, kStreamFlagsSince, cudaEnableDefault, &found), name);
-  if (found != cudaDriverEntryPointSuccess || function == nullptr) {
-    throw Error(std::string("the CUDA driver has no ") + name + "; install a newer one");
-  }
-  return reinterpret_cast<Function>(function);
-}
-
-void StreamFlags::write(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const {
-  const auto address = reinterpret_cast<CUdeviceptr>(flag);
-  require_driver(write_(stream, address, value, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue32");
-}
-
-void StreamFlags::wait(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const {
-  const auto address = reinterpret_cast<CUdeviceptr>(flag);
-  require_driver(wait_(stream, address, value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
-}
+ private:
+  int device_;
+  StreamFlags flags_;
+  std::unique_ptr<CudaStream> current_;
+};
 
 CudaCopyEngine::CudaCopyEngine(int device) : device_(device) {
   if (attribute(cudaDevAttrUnifiedAddressing, device) == 0) throw Error("the device has no unified addressing");
   if (attribute(cudaDevAttrCanUseHostPointerForRegisteredMem, device) == 0) {
     throw Error("the device does not see the host's memory at the host's addresses");
   }
-  current_ = std::make_unique<Stream>(device_, flags_, nullptr);
+  current_ = std::make_unique<CudaStream>(device_, flags_, nullptr);
 }
-
-CudaCopyEngine::~CudaCopyEngine() = default;
 
 std::shared_ptr<CopyMemory> CudaCopyEngine::allocate(std::size_t bytes) {
   return std::make_shared<OwnMemory>(device_, bytes);
@@ -265,7 +303,7 @@ std::shared_ptr<void> CudaCopyEngine::expose(std::shared_ptr<SharedMemorySegment
 }
 
 std::unique_ptr<CopyQueue> CudaCopyEngine::make_queue() {
-  return std::make_unique<OwnStream<Stream>>(device_, flags_);
+  return std::make_unique<OwnStream>(device_, flags_);
 }
 
 std::unique_ptr<CopyMark> CudaCopyEngine::make_mark() {
@@ -275,6 +313,12 @@ std::unique_ptr<CopyMark> CudaCopyEngine::make_mark() {
 CopyQueue& CudaCopyEngine::current() {
   current_->follow(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device_)).stream());
   return *current_;
+}
+
+}  // namespace
+
+std::shared_ptr<CopyEngine> make_cuda_copy_engine(int device) {
+  return std::make_shared<CudaCopyEngine>(device);
 }
 
 }  // namespace fastpipe

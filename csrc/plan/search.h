@@ -1,4 +1,5 @@
-// The search for a better order: tasks, the times of an order and what of them is to be found anew, annealing.
+// The search for a better order: tasks, the times of an order and what of them is to be found anew, annealing. (The
+// order that it begins with is made by list scheduling, in search.cpp.)
 #pragma once
 
 #include <algorithm>

@@ -13,17 +13,13 @@
 
 #include "codec.h"
 #include "core/common.h"
+#include "core/copy_engine.h"
 #include "core/copy_engine_transport.h"
 #include "core/executor.h"
 #include "core/host_memory.h"
-#include "core/loopback.h"
-#include "core/mixed_transport.h"
 #include "core/program.h"
 #include "core/shared_memory_exchange.h"
 #include "core/shared_memory_transport.h"
-#ifdef FASTPIPE_WITH_CUDA
-#include "cuda/copy_engine.h"
-#endif
 #include "process_group.h"
 #include "python_errors.h"
 #include "random_numbers.h"
@@ -53,16 +49,11 @@ RankProgram to_program(std::int32_t rank, const Columns& columns, const std::vec
   return {rank, columns.data(), static_cast<std::size_t>(columns.shape(1)), to_channels(channels)};
 }
 
-// What a transport of Python's gives to an Executor, which makes its own end of it.
-struct Transports {
-  Connect connect;
-};
-
 std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
                                     const std::vector<ChannelTuple>& channels, const std::vector<StagePlace>& stages,
-                                    const Transports& transport, double timeout, const at::Device& device, int pairs,
+                                    const Connect& connect, double timeout, const at::Device& device, int pairs,
                                     std::vector<c10::Stream> streams) {
-  return std::make_unique<Runner>(to_program(rank, columns, channels), stages, transport.connect, timeout, device,
+  return std::make_unique<Runner>(to_program(rank, columns, channels), stages, connect, timeout, device,
                                   static_cast<PairWay>(pairs), std::move(streams));
 }
 
@@ -87,12 +78,12 @@ std::shared_ptr<const SharedMemoryChannels> make_channels(std::shared_ptr<Shared
       carried ? std::move(*carried) : channels_between_ranks(to_channels(channels)));
 }
 
-Transports make_copy_engines(std::shared_ptr<CopyEngineLink> link, const std::vector<ChannelTuple>& channels,
-                             const std::vector<Columns>& columns, const at::Device& device) {
+Connect make_copy_engines(std::shared_ptr<CopyEngineLink> link, const std::vector<ChannelTuple>& channels,
+                          const std::vector<Columns>& columns, const at::Device& device) {
   auto announced = make_channels(link->host(), channels, columns, std::nullopt, device);
   std::vector<CopyPlaces> places(channels.size());
   for (const RankProgram& program : to_programs(columns, channels)) add_places(program, places);
-  return {over_copy_engines(std::move(link), std::move(announced), std::move(places))};
+  return over_copy_engines(std::move(link), std::move(announced), std::move(places));
 }
 
 py::bytes to_bytes(const CopyTicket& ticket) {
@@ -167,8 +158,7 @@ void bind_copy_engine(py::module_& m) {
            py::arg("engine"), py::arg("timeout"));
 #ifdef FASTPIPE_WITH_CUDA
   m.attr("has_cuda") = true;
-  py::class_<CudaCopyEngine, CopyEngine, std::shared_ptr<CudaCopyEngine>>(m, "CudaCopyEngine")
-      .def(py::init<int>(), py::arg("device"));
+  m.def("cuda_copy_engine", &make_cuda_copy_engine, py::arg("device"));
 #else
   m.attr("has_cuda") = false;
 #endif
@@ -251,19 +241,13 @@ void bind_contexts(py::module_& m) {
   m.def("current", &current_context);
 }
 
-// The mutex of the default generators as a context of Python's.
-struct GeneratorsLock {};
-
 void bind_random_numbers(py::module_& m) {
-  py::class_<GeneratorsLock>(m, "GeneratorsLock")
-      .def(py::init<>())
-      .def("__enter__",
-           [](const GeneratorsLock&) {
-             const py::gil_scoped_release no_gil;
-             GeneratorsMutex::get().lock();
-           })
-      .def("__exit__", [](const GeneratorsLock&, const py::args&) { GeneratorsMutex::get().unlock(); })
-      .def("held_here", [](const GeneratorsLock&) { return GeneratorsMutex::held_here(); });
+  using OneMutex = std::unique_ptr<GeneratorsMutex, py::nodelete>;
+  py::class_<GeneratorsMutex, OneMutex>(m, "GeneratorsLock")
+      .def(py::init([] { return OneMutex(&GeneratorsMutex::get()); }))
+      .def("__enter__", &GeneratorsMutex::lock, py::call_guard<py::gil_scoped_release>())
+      .def("__exit__", [](GeneratorsMutex& mutex, const py::args&) { mutex.unlock(); })
+      .def("held_here", [](const GeneratorsMutex&) { return GeneratorsMutex::held_here(); });
   py::class_<RngGuard>(m, "RngGuard")
       .def(py::init<>())
       .def_readwrite("exclusive", &RngGuard::exclusive)
@@ -287,27 +271,27 @@ void translate(std::exception_ptr error) {
 }
 
 void bind_transports(py::module_& m) {
-  py::class_<Transports>(m, "Transports");
+  // what a transport of Python's gives to an Executor, which makes its own end of it
+  py::class_<Connect>(m, "Connect");
   m.def(
       "over_loopback",
       [](const std::vector<ChannelTuple>& channels, std::vector<std::int32_t> lanes, double delay) {
-        return Transports{over_loopback(to_channels(channels), std::move(lanes), delay)};
+        return over_loopback(to_channels(channels), std::move(lanes), delay);
       },
       py::arg("channels"), py::arg("lanes"), py::arg("delay") = 0.0);
   m.def(
       "over_shared_memory",
       [](std::shared_ptr<SharedMemoryLink> link, const std::vector<ChannelTuple>& channels,
          const std::vector<Columns>& columns) {
-        return Transports{
-            over_shared_memory(make_channels(std::move(link), channels, columns, std::nullopt, at::kCPU))};
+        return over_shared_memory(make_channels(std::move(link), channels, columns, std::nullopt, at::kCPU));
       },
       py::arg("link"), py::arg("channels"), py::arg("columns"));
   m.def(
       "over_both",
       [](std::shared_ptr<SharedMemoryLink> link, const std::vector<ChannelTuple>& channels,
-         const std::vector<Columns>& columns, std::vector<bool> near, const Transports& far) {
+         const std::vector<Columns>& columns, std::vector<bool> near, const Connect& far) {
         auto plan = make_channels(std::move(link), channels, columns, std::move(near), at::kCPU);
-        return Transports{over_both(std::move(plan), far.connect)};
+        return over_both(std::move(plan), far);
       },
       py::arg("link"), py::arg("channels"), py::arg("columns"), py::arg("near"), py::arg("far"));
   m.def("over_copy_engines", &make_copy_engines, py::arg("link"), py::arg("channels"), py::arg("columns"),
@@ -327,13 +311,12 @@ void bind_transports(py::module_& m) {
   m.def(
       "over_process_groups",
       [](std::vector<ProcessGroupPtr> groups, Waits waits, const at::Device& device, std::vector<c10::Stream> streams,
-         std::map<std::int32_t, ProcessGroupPtr> pairs, std::map<std::size_t, Coalescing::Turn> turns) {
-        return Transports{over_process_groups(std::move(groups), device, std::move(streams),
-                                              {std::move(pairs), std::move(turns)}, std::move(waits))};
+         PairGroups pairs, Turns turns) {
+        return over_process_groups(std::move(groups), device, std::move(streams), std::move(pairs), std::move(turns),
+                                   std::move(waits));
       },
       py::arg("groups"), py::arg("waits"), py::arg("device") = at::Device(at::kCPU),
-      py::arg("streams") = std::vector<c10::Stream>(), py::arg("pairs") = std::map<std::int32_t, ProcessGroupPtr>(),
-      py::arg("turns") = std::map<std::size_t, Coalescing::Turn>());
+      py::arg("streams") = std::vector<c10::Stream>(), py::arg("pairs") = PairGroups(), py::arg("turns") = Turns());
 }
 
 void bind_executor(py::module_& m) {

@@ -114,7 +114,7 @@ std::string first_line(const char* text) {
 }  // namespace
 
 Connect over_process_groups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
-                            Coalescing coalescing, Waits waits) {
+                            PairGroups pairs, Turns turns, Waits waits) {
   if (groups.size() != kNumGroups) {
     throw ArgumentError("groups has " + std::to_string(groups.size()) +
                         " entries; give four, by kind * 2 + (destination < source)");
@@ -123,13 +123,13 @@ Connect over_process_groups(std::vector<ProcessGroupPtr> groups, at::Device devi
     throw ArgumentError("streams has " + std::to_string(streams.size()) + " entries; give one a group");
   }
   return [=](const RankProgram& program, double timeout_seconds) {
-    return std::make_unique<ProcessGroupTransport>(groups, device, streams, coalescing, waits, program,
+    return std::make_unique<ProcessGroupTransport>(groups, device, streams, pairs, turns, waits, program,
                                                    timeout_seconds);
   };
 }
 
 ProcessGroupTransport::ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device,
-                                             std::vector<c10::Stream> streams, const Coalescing& coalescing,
+                                             std::vector<c10::Stream> streams, const PairGroups& pairs, Turns turns,
                                              Waits waits, const RankProgram& program, double timeout_seconds)
     : groups_(std::move(groups)),
       device_(device),
@@ -140,10 +140,10 @@ ProcessGroupTransport::ProcessGroupTransport(std::vector<ProcessGroupPtr> groups
       side_streams_(device, std::move(streams)),
       receives_(program.num_slots()),
       sends_(program.num_sends()),
-      turns_(coalescing.turns),
+      turns_(std::move(turns)),
       queues_(program.channels().size()),
       broken_(program.rank()) {
-  for (const auto& [peer, group] : coalescing.pairs) {
+  for (const auto& [peer, group] : pairs) {
     pairs_.emplace(peer, Pair{group, program_.rank() < peer ? 1 : 0, {}, {}});
   }
 }
@@ -180,7 +180,7 @@ void ProcessGroupTransport::post_receive(const Transfer& transfer, std::int32_t 
 
 void ProcessGroupTransport::post_early(Pending& pending) {
   const std::vector<at::Tensor>& buffers = pending.into->prepare(specs_at(pending.transfer.position));
-  const InStream stream(side_stream_of(pending));
+  const c10::OptionalStreamGuard stream(side_stream_of(pending));
   pending.into->wait_until_free();
   post(pending, buffers, false);
 }
@@ -281,7 +281,7 @@ void ProcessGroupTransport::hold(Pending& pending, std::vector<at::Tensor> flat,
   Pair& pair = pairs_.at(peer_of(pending));
   if (is_send && side_streams_.any()) {
     pair.ready.record(device_);
-    const InStream side(side_stream_of(pending));
+    const c10::OptionalStreamGuard side(side_stream_of(pending));
     pair.ready.wait();
   }
   pair.held.push_back({std::get<0>(turns_.at(pending.transfer.position)), &pending, std::move(flat), is_send});
@@ -292,7 +292,7 @@ void ProcessGroupTransport::posted(const Transfer& transfer) {
   Pair& pair = pairs_.at(program_.channels()[transfer.channel].peer_of(program_.rank()));
   if (pair.held.empty()) return;
   Pending& any = *pair.held.front().pending;
-  const InStream side(side_stream_of(any));
+  const c10::OptionalStreamGuard side(side_stream_of(any));
   try {
     begin_all(pair);
   } catch (const std::exception& error) {

@@ -68,20 +68,17 @@ class WorkWaits final {
 // is no message.
 using Waits = std::shared_ptr<WorkWaits>;
 
-// Where the transfers that two ranks both begin side by side are one operation:
-// fastpipe/runtime/transport/process_group.py.
-struct Coalescing {
-  // Which operation a transfer is part of, and whether it is the last that its rank has side by side with it.
-  using Turn = std::tuple<std::int64_t, bool>;
-
-  std::map<std::int32_t, ProcessGroupPtr> pairs;  // by peer: a group of the two
-  std::map<std::size_t, Turn> turns;              // by position in the program
-};
+// Where the transfers that two ranks both begin side by side are one operation
+// (fastpipe/runtime/transport/process_group.py): a group of the two, by peer; and by position in the program which
+// operation a transfer is part of, and whether it is the last that its rank has side by side with it.
+using PairGroups = std::map<std::int32_t, ProcessGroupPtr>;
+using Turns = std::map<std::size_t, std::tuple<std::int64_t, bool>>;
 
 class ProcessGroupTransport final : public Transport {
  public:
   ProcessGroupTransport(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
-                        const Coalescing& coalescing, Waits waits, const RankProgram& program, double timeout_seconds);
+                        const PairGroups& pairs, Turns turns, Waits waits, const RankProgram& program,
+                        double timeout_seconds);
 
   void begin_step(std::int64_t signature, bool announce) override;
   void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;
@@ -157,9 +154,9 @@ class ProcessGroupTransport final : public Transport {
   StageStreams side_streams_;  // by group; none on a CPU
   std::vector<Pending> receives_;
   std::vector<Pending> sends_;
-  std::map<std::int32_t, Pair> pairs_;             // by peer; none where nothing is coalesced
-  std::map<std::size_t, Coalescing::Turn> turns_;  // by position
-  std::vector<std::deque<std::int32_t>> queues_;   // by channel: the slots of announced receives, in order
+  std::map<std::int32_t, Pair> pairs_;  // by peer; none where nothing is coalesced
+  Turns turns_;
+  std::vector<std::deque<std::int32_t>> queues_;  // by channel: the slots of announced receives, in order
   BrokenPeers broken_;
   std::vector<Pending> abandoned_;  // to or from broken peers: the backend may still touch their memory
 };
@@ -168,6 +165,6 @@ class ProcessGroupTransport final : public Transport {
 // send, and a backend that keeps one stream a pair of ranks executes each channel by itself. Group rank = pipeline
 // rank. streams: for the receives that each group posts early, on a device that has any.
 Connect over_process_groups(std::vector<ProcessGroupPtr> groups, at::Device device, std::vector<c10::Stream> streams,
-                            Coalescing coalescing, Waits waits);
+                            PairGroups pairs, Turns turns, Waits waits);
 
 }  // namespace fastpipe

@@ -159,7 +159,7 @@ void Runner::run_overlapped(std::size_t position, FunctionRef<void()> backward) 
   if (python_state_ == nullptr) python_state_ = PyThreadState_New(PyInterpreterState_Main());
   if (at::get_num_threads() != num_threads_) at::set_num_threads(num_threads_);
   const at::ThreadLocalStateGuard guard(*state_);
-  const InStream stream(streams_.caller());
+  const c10::OptionalStreamGuard stream(streams_.caller());
   ProfilerRange label;
   label.begin(labels_of_backwards_.at(position));
   backward();
@@ -168,7 +168,7 @@ void Runner::run_overlapped(std::size_t position, FunctionRef<void()> backward) 
 void Runner::run_in_turns(std::size_t position, FunctionRef<void()> forward, FunctionRef<void()> backward,
                           bool backward_first) {
   const auto labelled = [&] {
-    const InStream stream(streams_.caller());
+    const c10::OptionalStreamGuard stream(streams_.caller());
     ProfilerRange label;
     label.begin(labels_of_backwards_.at(position));
     backward();

@@ -108,7 +108,7 @@ Timed TorchStage::timed(Op op, std::int32_t microbatch, const Payload* given) co
 }
 
 void TorchStage::forward(std::int32_t microbatch, const Payload* input) {
-  const InStream stream(stream_);
+  const c10::OptionalStreamGuard stream(stream_);
   const Timed span = timed(Op::kF, microbatch, input);
   const ActionContext context(calls_.context, Op::kF, index_, microbatch);
   run(records_[microbatch], Arming::Phase::kForward, microbatch, input,
@@ -177,7 +177,7 @@ void TorchStage::backwards(Op op, std::int32_t microbatch, const Body& body) con
 }
 
 void TorchStage::backward(std::int32_t microbatch, const Payload* gradient) {
-  const InStream stream(stream_);
+  const c10::OptionalStreamGuard stream(stream_);
   const Timed span = timed(Op::kB, microbatch, gradient);
   if (microbatch == calls_.last_backward) run_collective(Op::kB, false);
   backwards(Op::kB, microbatch, [&] { differentiate(microbatch, gradient); });
@@ -232,7 +232,7 @@ bool TorchStage::excludes(const TorchStage& pair) const {
 
 bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& other, std::int32_t pair_microbatch,
                       const Payload* gradient) {
-  const InStream stream(stream_);
+  const c10::OptionalStreamGuard stream(stream_);
   auto& pair = static_cast<TorchStage&>(other);
   Record& theirs = pair.records_[pair_microbatch];
   const auto& partners = calls_.partners;
@@ -249,14 +249,14 @@ bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& othe
   pair.root_gradients_.clear();
   // what the method has made, and the zeros of what it has not, are from now on the other stage's
   if (stream_) fused_.record(stream_->device());
-  const InStream of_pair(pair.stream_);
+  const c10::OptionalStreamGuard of_pair(pair.stream_);
   fused_.wait();
   end(theirs);
   return true;
 }
 
 void TorchStage::backward_input(std::int32_t microbatch, const Payload* gradient) {
-  const InStream stream(stream_);
+  const c10::OptionalStreamGuard stream(stream_);
   const Timed span = timed(Op::kI, microbatch, gradient);
   backwards(Op::kI, microbatch, [&] { differentiate_inputs(microbatch, gradient); });
 }
@@ -274,7 +274,7 @@ void TorchStage::differentiate_inputs(std::int32_t microbatch, const Payload* gr
 }
 
 void TorchStage::backward_weight(std::int32_t microbatch) {
-  const InStream stream(stream_);
+  const c10::OptionalStreamGuard stream(stream_);
   const Timed span = timed(Op::kW, microbatch, nullptr);
   if (microbatch == calls_.last_backward) run_collective(Op::kW, false);
   Record& record = records_[microbatch];

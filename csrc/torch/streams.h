@@ -32,17 +32,6 @@ class Fence {
   bool recorded_ = false;
 };
 
-// While it exists, work of this thread goes into a stream; where there is none, into the current one.
-class InStream {
- public:
-  explicit InStream(const std::optional<c10::Stream>& stream) {
-    if (stream) guard_.emplace(*stream);
-  }
-
- private:
-  std::optional<c10::StreamGuard> guard_;
-};
-
 // Those of one rank's stages. Or none: then all its work goes into the stream that is current when a step is called.
 // They are given, for all programs of a rank use the same: torch keeps memory by stream, and cuBLAS's workspaces too,
 // and has only 32 streams, which it hands out in turns.

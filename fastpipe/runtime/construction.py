@@ -545,6 +545,10 @@ def make_steps(
     refusal = why_not(device, local.by_rank, transport, copies)
     if execution.cuda_graph and refusal:
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
+    in_mesh = dimensions if isinstance(world.control, MeshControl) else ()
+    mesh_groups = MeshGroups({name: execution.mesh.get_group(name) for name in in_mesh}, device)
+    for stage in local.stages if in_mesh else ():
+        stage.leave_mesh = mesh_groups.leave
     ranks = (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
         stages=local.by_rank,
         executor=executor,
@@ -555,11 +559,8 @@ def make_steps(
         device=device,
         several_streams=streams,
         why_not_recorded=refusal,
+        mesh_groups=mesh_groups,
     )
-    if isinstance(world.control, MeshControl):
-        ranks.mesh_groups = MeshGroups({n: execution.mesh.get_group(n) for n in execution.other_dimensions()}, device)
-        for stage in local.stages:
-            stage.leave_mesh = ranks.mesh_groups.leave
     forward_only = not programs.has_backward(num_microbatches)
     audit = None
     if local.audited:

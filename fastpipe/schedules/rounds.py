@@ -6,7 +6,7 @@ rounds start, on one machine instead of p, and W fills the slots that are left.
 
 A *step* is ``(slot, kind, stage, microbatch)``. The slots are whole numbers in which every input is there in time:
 sorted by them, the steps of all ranks can run one after the other. They decide the order, not the times.
-csrc/plan/fill.cpp does the same sooner.
+csrc/plan/rounds.cpp does the same sooner.
 """
 
 from __future__ import annotations

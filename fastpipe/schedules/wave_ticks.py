@@ -244,7 +244,7 @@ class _Beginning:
 
 
 class _Search:
-    """One search; `csrc/plan/beam.cpp` does the same sooner."""
+    """One search; `csrc/plan/rounds.cpp` does the same sooner."""
 
     def __init__(self, beam: Beam, length: int) -> None:
         self.job = job = beam.job

@@ -47,14 +47,11 @@ def test_every_schedule(schedule: str, num_ranks: int, num_microbatches: int, ex
     assert all(found == num_ranks and names for found, names in answers)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "executor"),
-    list(zip(OF_A_KIND, ["native", "native", "python", "python"], strict=True)),
-    indirect=["executor"],
-)
-def test_coalesced(schedule: str, executor: str, group_of: GroupOf) -> None:
-    """What the executors do with a schedule is seen above; here the transport alone is another."""
-    group_of(4).run(compare, "plain", schedule, 8, executor, "process_group_coalesced")
+@pytest.mark.parametrize("schedule", OF_A_KIND)
+def test_coalesced(schedule: str, group_of: GroupOf) -> None:
+    """What the executor does with a schedule is seen above; here the transport alone is another."""
+    skip_without_native()
+    group_of(4).run(compare, "plain", schedule, 8, "native", "process_group_coalesced")
 
 
 DTYPES = [
@@ -84,7 +81,7 @@ def made_of(x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("executor", "transport"),
-    [*WAYS, ("native", "process_group_coalesced"), ("python", "process_group_coalesced")],
+    [*WAYS, ("native", "process_group_coalesced")],
     indirect=["executor"],
 )
 @on_ranks(2)

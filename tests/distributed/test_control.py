@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe.runtime.common.failure import Failure, FailureError
-from fastpipe.runtime.coordination.gather import Deadline
+from fastpipe.runtime.coordination.gather import Gather
 from fastpipe.runtime.coordination.processes import Processes
 from fastpipe.runtime.transport.groups import membership, ranks_per_host
 from tests.conftest import skip_without_native
@@ -80,13 +80,13 @@ def lose(call: Callable[[], Any]) -> Failure:
 @contextmanager
 def late_is(*others: int) -> Iterator[None]:
     """The timeout passes once these ranks alone are missing, however slow the machine is."""
-    passed = Deadline.passed
+    overdue = Gather._overdue
 
-    def by_arrivals(deadline: Deadline, missing: Callable[[], Sequence[int]]) -> Sequence[int]:
-        deadline._at = -math.inf if list(missing()) == list(others) else math.inf
-        return passed(deadline, missing)
+    def by_arrivals(gather: Gather, missing: Callable[[], Sequence[int]]) -> Sequence[int]:
+        gather._deadline = -math.inf if list(missing()) == list(others) else math.inf
+        return overdue(gather, missing)
 
-    with mock.patch.object(Deadline, "passed", by_arrivals):
+    with mock.patch.object(Gather, "_overdue", by_arrivals):
         yield
 
 

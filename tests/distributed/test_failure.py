@@ -70,7 +70,7 @@ SHARED = [("1f1b", 2, False, 0), ("1f1b", 2, True, 2), ("dualpipev", 3, False, 2
         *((*one, way, "process_group") for one in BY_BOTH for way in ("native", "python")),
         *((*one, ("native", "python")[number // 2 % 2], "process_group") for number, one in enumerate(SCENARIOS, 2)),
         *((*one, "native", "shared_memory") for one in SHARED),
-        *((*one, way, "process_group_coalesced") for one in SHARED[1:3] for way in ("native", "python")),
+        *((*one, "native", "process_group_coalesced") for one in SHARED[1:3]),
     ],
     indirect=["executor"],
 )

@@ -29,7 +29,7 @@ def choose(without: int, transport: str, executor: str = "auto") -> str:
         pipe = Pipeline(layers, "1f1b", 4, CASES["plain"].loss_fn, executor=executor, transport=transport)
         dist.barrier()  # it must not be gone while others still connect to it
         return pipe.describe()
-    except ValueError as error:
+    except (StepError, ValueError) as error:
         return str(error)
     finally:
         if dist.get_rank() == without:
@@ -53,9 +53,12 @@ def test_all_choose_the_same(without: int, group_of: GroupOf) -> None:
 def test_the_python_executor_goes_over_process_groups(group_of: GroupOf) -> None:
     for text in group_of(4).run(choose, -1, "auto", "python"):
         assert "process_group, lanes directed (no shared memory: rank 0: executor = 'python')" in text
-    for transport in ("shared_memory", "cuda_ipc"):
+    for transport in ("shared_memory", "cuda_ipc", "process_group_coalesced"):
         for text in group_of(4).run(choose, -1, transport, "python"):
             assert f"executor = 'python': transport = '{transport}'" in text and "set executor='native', or" in text
+    with ranks(2) as group:
+        for text in group.run(choose, 1, "process_group_coalesced"):
+            assert "transport = 'process_group_coalesced': native extension" in text and "use 'auto' or" in text
 
 
 def test_the_variable_says_what_auto_means() -> None:

@@ -13,4 +13,4 @@ def test_the_host_releases_streams_by_flags_in_its_memory() -> None:
     runtime = native.load()
     if runtime is None or not runtime.has_cuda:
         pytest.fail("the extension was built without csrc/cuda")
-    assert runtime.CudaCopyEngine(0).obstacle(10.0) is None
+    assert runtime.cuda_copy_engine(0).obstacle(10.0) is None

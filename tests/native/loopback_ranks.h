@@ -6,7 +6,6 @@
 #include <numeric>
 #include <vector>
 
-#include "core/loopback.h"
 #include "harness.h"
 
 namespace fastpipe::testing {

@@ -6,8 +6,6 @@
 #include <numeric>
 #include <vector>
 
-#include "core/loopback.h"
-#include "core/mixed_transport.h"
 #include "harness.h"
 #include "shared_memory_ranks.h"
 

@@ -8,8 +8,6 @@
 #include <thread>
 #include <vector>
 
-#include "core/loopback.h"
-#include "core/mixed_transport.h"
 #include "mixed_ranks.h"
 
 namespace fastpipe::testing::mixed_test {

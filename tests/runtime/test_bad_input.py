@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastpipe import Pipeline, StepError, make_schedule
 from fastpipe.runtime import construction
-from fastpipe.runtime.common import lost_peer
+from fastpipe.runtime.common import lost_peer, torch_private
 from fastpipe.runtime.model import check_device
 from fastpipe.runtime.transport import process_group as coalesced
 from fastpipe.runtime.transport.groups import Membership
@@ -399,8 +399,8 @@ class Refusing:
 def test_an_operation_that_fails_is_ended() -> None:
     """Else what others do next over NCCL, on the same thread, would never begin."""
     group, tensor = Refusing(), torch.zeros(1)
-    with pytest.raises(RuntimeError, match="no communicator"):
-        coalesced.begin_together(group, 1, [coalesced._Part("send", tensor)], tensor.device)
+    with pytest.raises(RuntimeError, match="no communicator"), torch_private.coalesced(group, tensor.device):
+        group.send([tensor], 1, 0)
     assert group.calls == ["start", "end"]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastpipe.runtime.common.devices import (
     CPU,
-    ThreadState,
     cuda_devices,
     located,
     recorded,
+    thread_state,
     time_when_idle,
     wait_until_done,
     wants_streams,

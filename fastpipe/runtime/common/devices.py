@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
 
 import torch
 from torch import nn
 
-from fastpipe.runtime.common.torch_private import Modes
+from fastpipe.runtime.common.torch_private import modes_of_thread
 
 CPU = torch.device("cpu")
 _PAUSE = 1e-3
@@ -83,29 +84,27 @@ def wait_until_done(device: torch.device, seconds: float) -> bool:
     return True
 
 
-class ThreadState:
-    """Grad mode, autocast, current stream, saved-tensor hooks and modes of the thread that creates the object.
+def thread_state(device: torch.device = CPU) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Grad mode, autocast, current stream, saved-tensor hooks and modes of this thread.
 
     Modes include the default device and FLOP counters. Hooks are those of `torch.autograd.graph`, for example to move
     activations to the host.
-    """
 
-    def __init__(self, device: torch.device = CPU) -> None:
-        self.type = device.type
-        self.grad = torch.is_grad_enabled()
-        self.autocast = torch.is_autocast_enabled(self.type)
-        self.dtype = torch.get_autocast_dtype(self.type)
-        self.cache = torch.is_autocast_cache_enabled()
-        self.stream = current_stream(device)
-        self.modes = Modes()
+    Returns:
+        A context of them for another thread.
+    """
+    kind, grad, stream, modes = device.type, torch.is_grad_enabled(), current_stream(device), modes_of_thread()
+    autocast = partial(
+        torch.autocast,
+        kind,
+        dtype=torch.get_autocast_dtype(kind),
+        enabled=torch.is_autocast_enabled(kind),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Apply the state in another thread."""
-        with (
-            torch.set_grad_enabled(self.grad),
-            torch.autocast(self.type, dtype=self.dtype, enabled=self.autocast, cache_enabled=self.cache),
-            contextlib.nullcontext() if self.stream is None else self.stream,
-            self.modes.applied(),
-        ):
+    def applied() -> Iterator[None]:
+        with torch.set_grad_enabled(grad), autocast(), stream or contextlib.nullcontext(), modes():
             yield
+
+    return applied

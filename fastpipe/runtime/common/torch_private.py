@@ -231,28 +231,31 @@ def is_profiling() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-class Modes:
-    """Saved-tensor hooks, function and dispatch modes of the thread that creates the object."""
+def modes_of_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Saved-tensor hooks, function and dispatch modes of this thread.
 
-    def __init__(self) -> None:
-        # only the innermost of several hooks has effect; hooks of tracing are left out
-        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self._functions = _overrides._get_current_function_mode_stack()
-        self._dispatches = _dispatch._get_current_dispatch_mode_stack()
+    Returns:
+        A context of them for another thread: they are pushed onto its stacks and not entered again.
+    """
+    # only the innermost of several hooks has effect; hooks of tracing are left out
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    functions = _overrides._get_current_function_mode_stack()
+    dispatches = _dispatch._get_current_dispatch_mode_stack()
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Apply the modes in another thread: they are pushed onto its stacks and not entered again."""
+    def applied() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self._hooks is not None:
-                stack.enter_context(saved_tensors_hooks(*self._hooks))
-            for mode in self._functions:
+            if hooks is not None:
+                stack.enter_context(saved_tensors_hooks(*hooks))
+            for mode in functions:
                 _overrides._push_mode(mode)
                 stack.callback(_overrides._pop_mode)
-            for mode in self._dispatches:
+            for mode in dispatches:
                 _dispatch._push_mode(mode)
                 stack.callback(_dispatch._pop_mode, getattr(mode, "_mode_key", None))
             yield
+
+    return applied
 
 
 def check_shared_modes() -> None:
@@ -537,18 +540,14 @@ def unsharded(parameter: Any) -> nn.Parameter | None:
 # torch.distributed.pipelining.
 
 
-class _Unknown:
-    """A type without instances."""
+def pipeline_stage_type() -> type | tuple[()]:
+    """The type of torch's stages, for `isinstance`; no type if its module is not imported."""
+    return getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", ())
 
 
-def pipeline_stage_type() -> type:
-    """The type of torch's stages; a type without instances if its module is not imported."""
-    return getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", _Unknown)
-
-
-def traced_model_type() -> type:
-    """The type of models traced by ``pipeline()`` of torch; a type without instances if its module is not imported."""
-    return getattr(sys.modules.get("torch.distributed.pipelining._IR"), "Pipe", _Unknown)
+def traced_model_type() -> type | tuple[()]:
+    """The type of models traced by ``pipeline()`` of torch, for `isinstance`; no type if its module is not imported."""
+    return getattr(sys.modules.get("torch.distributed.pipelining._IR"), "Pipe", ())
 
 
 # Linux.

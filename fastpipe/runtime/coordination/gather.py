@@ -51,6 +51,7 @@ class Gather(ABC):
         self.size = size
         self.timeout = timeout
         self.suspected: Failure | None = None
+        self._deadline, self._is_last = 0.0, False
 
     @abstractmethod
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
@@ -60,6 +61,28 @@ class Gather(ABC):
             FailureError: if a process is dead or silent, or the exchange is no longer possible.
         """
 
+    def _begin(self) -> None:
+        """Start the time of an exchange."""
+        self._deadline, self._is_last = time.monotonic() + self.timeout, False
+
+    def _overdue(self, missing: Callable[[], Sequence[int]]) -> Sequence[int]:
+        """The missing processes to report as lost now.
+
+        This is after the timeout, or soon after a process is suspected to be silent: all others learn of the suspicion
+        and answer at once.
+        """
+        now, more = time.monotonic(), min(self.timeout / 4, _MORE_SECONDS)
+        if self.suspected is not None and not self._is_last:
+            self._deadline, self._is_last = min(self._deadline, now + more), True
+        if now < self._deadline:
+            return []
+        found = missing()
+        if len(found) < 2 or self._is_last:
+            return found
+        # ranks that waited for a silent rank in the step report it now
+        self._deadline, self._is_last = now + more, True
+        return []
+
     def late(self, missing: Sequence[int], step: int, phase: str) -> FailureError:
         """The error for processes that run and do not answer."""
         ranks = ", ".join(map(str, missing))
@@ -68,33 +91,6 @@ class Gather(ABC):
         cause = f"rank {ranks} did not reach {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
         suspected = None if self.suspected is None else self.suspected.rank
         return FailureError(Failure(suspected if suspected in missing else missing[0], cause, is_fatal=True))
-
-
-class Deadline:
-    """When missing processes are reported as lost.
-
-    This is after the timeout, or soon after a process is suspected to be silent: all others learn of the suspicion and
-    answer at once.
-    """
-
-    def __init__(self, gather: Gather) -> None:
-        self._gather = gather
-        self._at = time.monotonic() + gather.timeout
-        self._is_last = False
-
-    def passed(self, missing: Callable[[], Sequence[int]]) -> Sequence[int]:
-        """The processes to report now."""
-        now, more = time.monotonic(), min(self._gather.timeout / 4, _MORE_SECONDS)
-        if self._gather.suspected is not None and not self._is_last:
-            self._at, self._is_last = min(self._at, now + more), True
-        if now < self._at:
-            return []
-        found = missing()
-        if len(found) < 2 or self._is_last:
-            return found
-        # ranks that waited for a silent rank in the step report it now
-        self._at, self._is_last = now + more, True
-        return []
 
 
 class StoreGather(Gather):
@@ -127,11 +123,12 @@ class StoreGather(Gather):
         keys = [_key(step, phase, rank) for rank in range(self.size)]
         self.written.append((step, keys[self.rank]))
         answer = call_in_thread(lambda: self._gather(keys, message, step), "fastpipe-gather")
-        deadline, breaker = Deadline(self), CircuitBreaker(min(STORE_SECONDS, self.timeout))
+        breaker = CircuitBreaker(min(STORE_SECONDS, self.timeout))
+        self._begin()
         while not wait([answer], POLL_SECONDS).done:
             if step and (failure := self.lost(())) is not None:
                 raise FailureError(failure)
-            if missing := deadline.passed(lambda: breaker.call(lambda: self._missing(keys), [-1])):
+            if missing := self._overdue(lambda: breaker.call(lambda: self._missing(keys), [-1])):
                 if missing == [-1]:
                     raise FailureError(Failure(None, silent_store(self.timeout), is_fatal=True))
                 raise self.late(missing, step, phase)
@@ -239,13 +236,13 @@ class SharedMemoryGather(Gather):
             raise FailureError(Failure(None, first_line(error), is_fatal=True)) from error
 
     def _wait(self, step: int, phase: str) -> None:
-        deadline = Deadline(self)
+        self._begin()
         while not self._native.wait(min(self.timeout, POLL_SECONDS)):
             # signals are handled and lost processes noticed between two of these waits
             failure = self._lost(self._native.missing())
             if failure is not None and self._native.missing():
                 raise FailureError(failure)
-            if missing := deadline.passed(self._native.missing):
+            if missing := self._overdue(self._native.missing):
                 raise self.late(missing, step, phase)
 
     def _read(self, rank: int, step: int, phase: str, text: bytes | None) -> Reply:

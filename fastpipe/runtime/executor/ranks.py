@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -30,11 +31,11 @@ from fastpipe.runtime.common import (
     SHORT_EXIT_SECONDS,
     Failure,
     FailureError,
-    ThreadState,
     cause_text,
     failure_of,
     pauses,
     recorded,
+    thread_state,
     torch_private,
 )
 from fastpipe.runtime.data_parallel import DataParallel
@@ -201,6 +202,7 @@ class LocalRanks:
     Args:
         publish: called at once with a failure of a local rank; returns the step's first failure.
         why_not_recorded: why no step is recorded as a CUDA graph.
+        mesh_groups: groups of the stages' own collectives; None if they run none.
 
     Attributes:
         device_events: events of the work that these ranks enqueue on the device.
@@ -219,6 +221,7 @@ class LocalRanks:
         device: torch.device = CPU,
         several_streams: bool = False,
         why_not_recorded: str = "",
+        mesh_groups: MeshGroups | None = None,
     ) -> None:
         self.stages = stages
         self.executor = executor
@@ -229,7 +232,7 @@ class LocalRanks:
         self.why_not_recorded = why_not_recorded
         self.device = device
         self.device_events = DeviceEvents()
-        self.mesh_groups = MeshGroups()
+        self.mesh_groups = mesh_groups or MeshGroups()
         # shared by all programs, as the allocator reuses freed memory only on the same stream
         self._streams = {
             rank: {index: torch.Stream(device=device) for index in held} if several_streams else {}
@@ -408,17 +411,17 @@ class LocalRanks:
         return ()
 
     def _run_all(self, pool: ThreadPoolExecutor, *how: Any) -> None:
-        state = ThreadState(self.device)
+        state = thread_state(self.device)
         # each thread has its own copy of the caller's context variables, as only one may be in a context
         calls = [partial(copy_context().run, self._in_thread, state, executor, *how) for executor in self._current]
         futures = [pool.submit(call) for call in calls]
         for future in futures:
             future.result()
 
-    def _in_thread(self, state: ThreadState, executor: Executor, *how: Any) -> None:
+    def _in_thread(self, state: Callable[[], AbstractContextManager[None]], executor: Executor, *how: Any) -> None:
         # OpenMP has a number of threads per thread, and bits depend on it
         torch.set_num_threads(self.num_threads)
-        with state.applied():
+        with state():
             self._run_one(executor, *how)
 
     def _run_one(self, executor: Executor, *how: Any) -> None:

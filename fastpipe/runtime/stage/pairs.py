@@ -45,6 +45,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -55,7 +56,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from fastpipe.runtime.common import Tensors, ThreadState, torch_private
+from fastpipe.runtime.common import Tensors, thread_state, torch_private
 
 METHOD = "overlapped_forward_backward"
 
@@ -458,7 +459,7 @@ class Pairs:
         if self._helper is None:
             # its thread ends when the pool is collected
             self._helper = ThreadPoolExecutor(1, "fastpipe-helper", torch.set_num_threads, (self.num_threads,))
-        running = self._helper.submit(copy_context().run, _with_state, ThreadState(), backward)
+        running = self._helper.submit(copy_context().run, _with_state, thread_state(), backward)
         error: BaseException | None = None
         try:
             forward()
@@ -472,8 +473,8 @@ class Pairs:
             del error, running  # breaks the reference cycle of exception and frame
 
 
-def _with_state(state: ThreadState, backward: Callable[[], None]) -> None:
-    with state.applied():
+def _with_state(state: Callable[[], AbstractContextManager[None]], backward: Callable[[], None]) -> None:
+    with state():
         backward()
 
 

@@ -121,7 +121,7 @@ class _LoopbackEndpoint(Endpoint):
         return operation.tensors
 
     def send(self, message: Message, channel: int, number: int, tensors: Tensors | None) -> None:
-        ready = None if tensors is None else self.book.prepare(message, tensors)
+        ready = None if tensors is None else self.prepare(message, tensors)
         self.sends[number] = self.hub.post(self.rank, channel, True, message, ready)
 
     def wait_send(self, number: int) -> None:

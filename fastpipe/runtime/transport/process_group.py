@@ -10,21 +10,22 @@ TORCH_NCCL_* then decide when a silent peer is lost.
 `torch.distributed.batch_isend_irecv` does on NCCL: one kernel moves both ways, on one communicator per pair of ranks.
 Neither is done before the other; so receives are posted when their messages are made (`fastpipe.lower`), and programs
 are proved with that rule (`fastpipe.machine`). A step that announces its messages sends them one by one, through the
-four groups. Gloo cannot coalesce; there the parts of an operation are started together.
+four groups. Gloo cannot coalesce; there the parts of an operation are started together. It is for GPUs, so only the
+native executor (``csrc/torch/process_group.cpp``) starts operations.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from fastpipe.machine import COALESCED, Turn, batches, turns
+from fastpipe.machine import COALESCED, batches, turns
 from fastpipe.program import Channel, Program
 from fastpipe.runtime import native
 from fastpipe.runtime.common import (
@@ -43,7 +44,7 @@ from fastpipe.runtime.common import (
     torch_private,
 )
 from fastpipe.runtime.transport.groups import Membership, OwnGroups, backend_of, end_groups
-from fastpipe.runtime.transport.transport import Endpoint, Message, Transport
+from fastpipe.runtime.transport.transport import Endpoint, Message, Transport, why_not_python
 
 HEADER = 512
 """Number of int64 values in a header."""
@@ -132,10 +133,10 @@ class ProcessGroupEndpoint(Endpoint):
     def post_recv(self, message: Message, channel: int, slot: int) -> None:
         """See `Endpoint.post_recv`."""
         receive = self.receives[slot] = _Receive(message)
-        if self.book.announcing:
+        if self.announcing:
             self.queued.setdefault(channel, deque()).append(receive)
         elif self._peer(channel) not in self.broken:
-            self._post(receive, channel, self.book[message])
+            self._post(receive, channel, self.specs[message])
 
     def wait_recv(self, channel: int, slot: int) -> Tensors | None:
         """See `Endpoint.wait_recv`."""
@@ -153,7 +154,7 @@ class ProcessGroupEndpoint(Endpoint):
         self._wait([self._start("recv", header, channel)], channel)
         specs = read_header(header)
         if specs is not None:
-            self.book.write(receive.message, specs)
+            self.specs[receive.message] = specs
             self._post(receive, channel, specs)
 
     def _post(self, receive: _Receive, channel: int, specs: Specs) -> None:
@@ -164,15 +165,15 @@ class ProcessGroupEndpoint(Endpoint):
 
     def send(self, message: Message, channel: int, number: int, tensors: Tensors | None) -> None:
         """See `Endpoint.send`."""
-        ready = None if tensors is None else self.book.prepare(message, tensors)
+        ready = None if tensors is None else self.prepare(message, tensors)
         if self._peer(channel) in self.broken:
             self.sends[number] = (channel, [])
             return
         parts: list[torch.Tensor] = []
-        if self.book.announcing:
+        if self.announcing:
             parts.append(write_header(None if ready is None else specs_of(ready)))
         elif ready is None:
-            ready = tuple(spec.empty().zero_() for spec in self.book[message])
+            ready = tuple(spec.empty().zero_() for spec in self.specs[message])
         parts += [flat(tensor) for tensor in ready or ()]
         # keeps the parts alive until they are sent
         self.sends[number] = (channel, [(self._start("send", part, channel), part) for part in parts])
@@ -205,7 +206,7 @@ class ProcessGroupEndpoint(Endpoint):
     def _wait(self, works: Sequence[Any], channel: int) -> None:
         try:
             for work in works:
-                self.transport.waits.wait(work, self.timeout.total_seconds())
+                wait_for(work, self.transport.waits, self.timeout, CPU)
         except RuntimeError as error:
             raise self._lost(channel, error) from error
         except BaseException:  # raised again: by a signal's handler, after which no message is waited for
@@ -222,33 +223,31 @@ class ProcessGroupEndpoint(Endpoint):
         return dead_or_silent(peer if lost is None or lost.rank is None else lost.rank, error)
 
 
-class PlainWaits:
-    """Waits without the extension: only the timeout ends them. (Python's `Work` has no `abort`.)"""
-
-    def lose(self, rank: int) -> None:
-        """A rank is lost; see csrc/torch/process_group.h."""
-
-    def wait(self, work: Any, seconds: float) -> None:
-        """Wait for a message."""
-        work.wait(timedelta(seconds=seconds))
-
-
 def make_waits() -> Any:
-    """A rank's waits for messages: they end when a rank is lost, and handle signals meanwhile."""
+    """A rank's waits for messages: they end when a rank is lost, and handle signals meanwhile.
+
+    None without the extension, as Python's `Work` has no `abort`: only the timeout ends them.
+    """
     runtime: Any = native.load()
     if runtime is None:
-        return PlainWaits()
+        return None
     waits = runtime.WorkWaits()
     keep_in_children(waits)
     return waits
 
 
 def wait_for(work: Any, waits: Any, timeout: timedelta, device: torch.device) -> None:
-    """Wait for a message; on a GPU only the current stream waits. (With a time limit NCCL would block the host.)"""
-    if device.type == "cpu":
-        waits.wait(work, timeout.total_seconds())
-    else:
+    """Wait for a message; on a GPU only the current stream waits. (With a time limit NCCL would block the host.)
+
+    Args:
+        waits: of `make_waits`.
+    """
+    if device.type != "cpu":
         work.wait()
+    elif waits is None:
+        work.wait(timeout)
+    else:
+        waits.wait(work, timeout.total_seconds())
 
 
 def swap(
@@ -400,7 +399,8 @@ class ProcessGroups(Transport):
         if self.device.type != "cpu" and self.lost is None:
             # set first: a thread that sees a stream unblocked must know that its message is missing
             self.lost = failure
-        self.waits.lose(failure.number)
+        if self.waits is not None:
+            self.waits.lose(failure.number)
         for own in self._all():
             with logged("to end what waits for a lost rank's messages"):
                 own.abort()
@@ -417,65 +417,6 @@ class ProcessGroups(Transport):
 _BACKENDS = ("gloo", "nccl")
 
 
-@dataclass(eq=False)
-class _Part:
-    """A transfer of a coalesced operation."""
-
-    verb: str
-    tensor: torch.Tensor
-    work: Any = None
-
-
-class _CoalescedEndpoint(ProcessGroupEndpoint):
-    def __init__(self, transport: CoalescedGroups, program: Program, rank: int, timeout: float) -> None:
-        super().__init__(transport, program.channels, rank, timeout)
-        self.pairs = transport.pairs
-        self.turns_of = _turns(program, rank)
-        self.turns: dict[int, Iterator[Turn]] = {}
-        self.fresh: list[_Part] = []
-        self.held: dict[int, dict[int, list[_Part]]] = {}
-
-    def begin(self, signature: Any, announce: bool) -> None:
-        super().begin(signature, announce)
-        self.turns = {peer: iter(turns) for peer, turns in self.turns_of.items()}
-        self.fresh = []
-        self.held = {peer: {} for peer in self.turns_of}
-
-    def post_recv(self, message: Message, channel: int, slot: int) -> None:
-        super().post_recv(message, channel, slot)
-        self._posted(channel)
-
-    def send(self, message: Message, channel: int, number: int, tensors: Tensors | None) -> None:
-        super().send(message, channel, number, tensors)
-        self._posted(channel)
-
-    def _start(self, verb: str, tensor: torch.Tensor, channel: int) -> Any:
-        if self.book.announcing:
-            return super()._start(verb, tensor, channel)
-        part = _Part(verb, tensor)
-        self.fresh.append(part)
-        return part
-
-    def _wait(self, works: Sequence[Any], channel: int) -> None:
-        super()._wait([work.work if isinstance(work, _Part) else work for work in works], channel)
-
-    def _posted(self, channel: int) -> None:
-        """Add a transfer to its operation; the last one of a batch starts the batch's operations."""
-        peer = self._peer(channel)
-        held, turn = self.held[peer], next(self.turns[peer])
-        if self.fresh:
-            held[turn.operation] = held.get(turn.operation, []) + self.fresh
-            self.fresh = []
-        if not turn.last:
-            return
-        self.held[peer] = {}
-        try:
-            for _, parts in sorted(held.items()):
-                begin_together(self.pairs[peer].groups[0], int(self.rank < peer), parts, CPU)
-        except RuntimeError as error:
-            raise self._lost(channel, error) from error
-
-
 class CoalescedGroups(ProcessGroups):
     """Process groups with an additional group per peer, for coalesced messages; see `ProcessGroups`.
 
@@ -485,6 +426,7 @@ class CoalescedGroups(ProcessGroups):
 
     kind = "process_group_coalesced"
     lanes = COALESCED
+    has_endpoint = False
 
     def __init__(self, member: Membership, timeout: float = 600) -> None:
         if (backend := backend_of(member)) not in _BACKENDS:
@@ -497,8 +439,7 @@ class CoalescedGroups(ProcessGroups):
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """See `Transport.endpoint`."""
-        self._connect_all(program)
-        return _CoalescedEndpoint(self, program, rank, timeout)
+        raise ValueError(why_not_python(self.kind))
 
     def _together(self, program: Program, rank: int) -> dict[str, Any]:
         pairs = {peer: own.groups[0] for peer, own in self.pairs.items()}
@@ -523,10 +464,12 @@ class CoalescedGroups(ProcessGroups):
         return made
 
     def _first_operation(self, group: Any, peer: int) -> None:
-        parts = [_Part(verb, torch.zeros(1, dtype=torch.uint8, device=self.device)) for verb in ("send", "recv")]
-        begin_together(group, peer, parts, self.device)
-        for part in parts:
-            wait_for(part.work, self.waits, self.timeout, self.device)
+        sent, received = (torch.zeros(1, dtype=torch.uint8, device=self.device) for _ in range(2))
+        with torch_private.coalesced(group, self.device) as works:
+            group.send([sent], peer, 0)
+            group.recv([received], peer, 0)
+        for work in works:
+            wait_for(work, self.waits, self.timeout, self.device)
 
     def _all(self) -> list[OwnGroups]:
         return [*self.pairs.values(), *super()._all()]
@@ -534,29 +477,3 @@ class CoalescedGroups(ProcessGroups):
     def describe(self) -> str:
         """See `Transport.describe`."""
         return f"{super().describe()}, and {len(self.pairs)} for pairs of ranks"
-
-
-def begin_together(group: Any, peer: int, parts: Sequence[_Part], device: torch.device) -> None:
-    """Start an operation, coalesced if the backend supports it.
-
-    Args:
-        parts: the transfers; each gets its work to wait for.
-    """
-    if not torch_private.backend_for(group, device).supports_coalescing:
-        for part in parts:
-            part.work = getattr(group, part.verb)([part.tensor], peer, 0)
-        return
-    with torch_private.coalesced(group, device) as ended:
-        for part in parts:
-            getattr(group, part.verb)([part.tensor], peer, 0)
-    for part in parts:
-        (part.work,) = ended
-
-
-def _turns(program: Program, rank: int) -> Mapping[int, list[Turn]]:
-    """The turn of each transfer, in order, by peer."""
-    found: dict[int, list[Turn]] = {}
-    for position, turn in sorted(turns(batches(program)[rank]).items()):
-        channel = program.channels[program[rank][position].channel]
-        found.setdefault(channel.peer_of(rank), []).append(turn)
-    return found

@@ -11,7 +11,7 @@ receiver's memory is mapped by CUDA IPC. The streams of both processes synchroni
 no host takes part once shapes are known (``csrc/core/copy_engine_transport.h``). Not yet run on a GPU, so ``"auto"``
 never selects it.
 
-If only some processes can share memory, a step uses both ways; ``csrc/core/mixed_transport.h`` proves that the two
+If only some processes can share memory, a step uses both ways; ``csrc/core/mixed_transport.cpp`` proves that the two
 cannot block each other.
 """
 
@@ -231,6 +231,8 @@ def select_transport(
     if choice not in ("auto", *CHOICES):
         raise ValueError(f"FASTPIPE_TRANSPORT = {choice!r}: set it to 'auto' or one of {', '.join(map(repr, CHOICES))}")
     if choice in _GROUPS:
+        if by_python and not _GROUPS[choice].has_endpoint:
+            raise ValueError(f"transport = {choice!r}: {_why_python()}; use 'auto' or 'process_group'")
         return _GROUPS[choice](member, timeout)
     if choice == "auto" and device.type != "cpu":
         return ProcessGroups(member, timeout)
@@ -257,7 +259,7 @@ def _cuda_engine(runtime: Any, device: torch.device) -> Any:
         raise RuntimeError(f"{native.native_status()} It was built without CUDA")
     if reason := why_too_few():
         raise RuntimeError(reason)
-    return runtime.CudaCopyEngine(device.index or 0)
+    return runtime.cuda_copy_engine(device.index or 0)
 
 
 ENGINES: dict[str, Callable[[Any, torch.device], Any]] = {"cuda": _cuda_engine}
@@ -312,15 +314,18 @@ def find_host_groups(
     return link, trial, kept, _obstacle(offers) or next(iter(failed), "")
 
 
+def _why_python() -> str:
+    """Why this process has the Python executor."""
+    return native.native_status() if native.load() is None else "executor = 'python'"
+
+
 def _offer(
     member: Membership, device: torch.device, num_sharing: int, by_engine: bool, by_python: bool
 ) -> tuple[Any, Trial | None, Offer]:
     """This rank's side of the shared memory, and the offer to other ranks."""
     runtime: Any = native.load()
-    if runtime is None:
-        return None, None, {"cannot": native.native_status()}
-    if by_python:
-        return None, None, {"cannot": "executor = 'python'"}
+    if by_python or runtime is None:
+        return None, None, {"cannot": _why_python()}
     if device.type != "cpu" and not by_engine:
         return None, None, {"cannot": f"the stages are on {device.type}"}
     try:

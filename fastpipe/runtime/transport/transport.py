@@ -34,30 +34,28 @@ class Message(NamedTuple):
         return f"the {what} of stage {self.stage - self.kind.direction}, microbatch {self.microbatch}"
 
 
-class SpecBook:
-    """Tensor specs of every message, by signature of a step.
+class Endpoint(ABC):
+    """One rank's side of a transport, for one program.
 
-    A step that announces records what is sent; in other steps messages must match the record.
+    It knows the tensor specs of every message, by signature of a step. A step that announces records what is sent; in
+    other steps messages must match the record.
+
+    Attributes:
+        specs: those of this step's signature.
+        announcing: whether this step announces.
     """
 
     def __init__(self) -> None:
-        self._books: dict[Hashable, dict[Message, Specs]] = {}
-        self._open: dict[Message, Specs] = {}
+        self._known: dict[Hashable, dict[Message, Specs]] = {}
+        self.specs: dict[Message, Specs] = {}
         self.announcing = True
 
     def begin(self, signature: Hashable, announce: bool) -> None:
-        """Select the specs of a signature; a step that announces clears them."""
+        """Start a step; ``announce`` if the signature is new."""
         if announce:
-            self._books[signature] = {}
-        self._open = self._books.setdefault(signature, {})
+            self._known[signature] = {}
+        self.specs = self._known.setdefault(signature, {})
         self.announcing = announce
-
-    def __getitem__(self, message: Message) -> Specs:
-        return self._open[message]
-
-    def write(self, message: Message, specs: Specs) -> None:
-        """Record the specs of a message."""
-        self._open[message] = specs
 
     def prepare(self, message: Message, tensors: Tensors) -> Tensors:
         """The tensors to send, dense and checked.
@@ -68,25 +66,14 @@ class SpecBook:
         ready = dense_all(tensors)
         found = specs_of(ready)
         if self.announcing:
-            self.write(message, found)
-        elif self._open[message] != found and not specs_match(self._open[message], found):
+            self.specs[message] = found
+        elif self.specs[message] != found and not specs_match(self.specs[message], found):
             raise ValueError(
-                f"{message} changed although the inputs did not: expected {specs_text(self._open[message])}, found "
+                f"{message} changed although the inputs did not: expected {specs_text(self.specs[message])}, found "
                 f"{specs_text(found)}; pad it to one shape, let it always or never require a gradient, or place the "
                 "layers that produce and consume it in one stage"
             )
         return ready
-
-
-class Endpoint(ABC):
-    """One rank's side of a transport, for one program."""
-
-    def __init__(self) -> None:
-        self.book = SpecBook()
-
-    def begin(self, signature: Hashable, announce: bool) -> None:
-        """Start a step; ``announce`` if the signature is new."""
-        self.book.begin(signature, announce)
 
     @abstractmethod
     def post_recv(self, message: Message, channel: int, slot: int) -> None:
