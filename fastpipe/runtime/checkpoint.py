@@ -56,7 +56,7 @@ from fastpipe.checkpoint_folder import (
 )
 from fastpipe.errors import StepError
 from fastpipe.placement import is_whole
-from fastpipe.runtime.common import Failure, attended, cause_text
+from fastpipe.runtime.common import Failure, attended, cause_text, torch_private
 from fastpipe.runtime.coordination import Control, Reply
 from fastpipe.runtime.pipeline import Pipeline
 from fastpipe.runtime.transport import side_group
@@ -543,8 +543,8 @@ def restore(pipe: Pipeline, optimizers: Optimizers, state: Mapping[str, Any]) ->
 
 
 def names_of(pipe: Pipeline) -> Names:
-    """The names of this rank's parameters."""
-    return {id(parameter): name for name, parameter in pipe.named_parameters()}
+    """The names of this rank's parameters, as in the model's state."""
+    return {id(parameter): torch_private.name_in_state(name) for name, parameter in pipe.named_parameters()}
 
 
 def as_optimizers(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> Optimizers:

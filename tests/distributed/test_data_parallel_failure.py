@@ -1,5 +1,6 @@
 """A step that fails in one replica: nobody waits for it, all are told, and the next step is right in both."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -99,6 +100,35 @@ def test_a_failure_reaches_all_replicas_and_the_next_step_is_right(wrap: str, ex
         # with the place in the replica that failed
         for text in (answer[name][1] for answer in answers[2:]):
             assert re.search(r"REDUCE_GRAD: .* replica.*: rank \d, stage \d, .*on purpose", text), text
+
+
+def fails_within_no_sync(executor: str) -> tuple[str, str]:
+    over, replica = mesh_and_replica()
+    whole = traps()
+    pipe = build("fsdp", "zbv", executor, over, made=lambda: whole)
+    if replica == 0:
+        whole[0].where, whole[0].calls = FAULTS["a backward"][1:]  # type: ignore[assignment]
+    with pipe.no_sync():
+        found = caught(lambda: step(pipe, 0, replica))[:2]
+    whole[0].where = ""
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    goes_on_right(pipe, replica)
+    return found
+
+
+def goes_on_right(pipe: Pipeline, replica: int) -> None:
+    reference = Reference(pipe)
+    step(pipe, 1, replica)
+    reference.step(1)
+    assert not (wrong := wrong_gradients(pipe, reference)), wrong
+
+
+def test_gradients_of_a_failed_step_within_no_sync_do_not_wait_for_the_next(executor: str, group_of: GroupOf) -> None:
+    """They wait in gathered parameters, where nobody else can drop them."""
+    (kind, own), *others = group_of(4).run(fails_within_no_sync, executor)
+    assert kind == "OSError" and own == "on purpose"
+    assert all(kind == "StepError" and "on purpose" in text for kind, text in others), others
 
 
 def fails_at_the_end_of_the_backward() -> tuple[str, str]:
@@ -255,6 +285,29 @@ def test_a_replica_that_waits_for_others_says_what_they_may_do(how: str) -> None
                 r"of the 2 replicas of stage \d, in the processes \[\d, \d\], did not", text
             ), text
             assert how in text.partition("did not respond")[2], text
+
+
+def not_called_alike(how: str, executor: str) -> str:
+    over, replica = mesh_and_replica()
+    pipe = build("fsdp", "zbv", executor, over)
+    x, target = batch(0, replica)
+    with pipe.no_sync() if replica and how == "no_sync" else contextlib.nullcontext():
+        call = pipe.eval_step if replica and how == "eval_step" else pipe.step
+        kind, text, _ = caught(lambda: call(x, target=target))
+    assert kind == "StepError", (kind, text)
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    goes_on_right(pipe, replica)
+    return text
+
+
+@executors_in_turn("how", ["no_sync", "eval_step"])
+def test_shards_whose_replicas_are_not_called_alike(how: str, executor: str, group_of: GroupOf) -> None:
+    """Nobody waits, and the next step works."""
+    for rank, text in enumerate(group_of(4).run(not_called_alike, how, executor)):
+        assert re.search(r"the replicas of stage \d, in the processes \[\d, \d\], were not called alike", text), text
+        called = {"no_sync": "step within no_sync", "eval_step": "eval_step"}[how] if rank >= 2 else "step"
+        assert f"here for {called};" in text, text
 
 
 def only_one_clips() -> list[tuple[str, str]]:

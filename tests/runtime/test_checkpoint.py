@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from fastpipe import MemoryCheckpoint, Pipeline, latest_checkpoint, load_checkpoint, make_schedule, save_checkpoint
@@ -111,11 +112,15 @@ def fresh() -> list[nn.Module]:
     return layers
 
 
-def test_the_plain_model_loads_and_saves(tmp_path: Path) -> None:
-    """No fastpipe on one side: DCP and torch's own functions for the state of an optimizer."""
+@pytest.mark.parametrize("wrap", [pytest.param(lambda layer: layer, id="plain"), checkpoint_wrapper])
+def test_the_plain_model_loads_and_saves(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    """No fastpipe on one side: DCP and torch's own functions for the state of an optimizer.
+
+    Both know a parameter in torch's wrapper for activation checkpointing by the name that it has without it.
+    """
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     expected = uninterrupted(adamw, range(6))
-    pipe = pipeline("zbv", 2)
+    pipe = pipeline("zbv", 2, list(map(wrap, CASE.layers(8))))
     optimizer = adamw(pipe)
     train(pipe, optimizer, range(2))
     save_checkpoint(tmp_path / "a", pipe, optimizer)
@@ -130,7 +135,7 @@ def test_the_plain_model_loads_and_saves(tmp_path: Path) -> None:
 
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, plain, options=options)}
     dcp.save({**state, "extra": (7,)}, checkpoint_id=tmp_path / "b", no_dist=True)
-    pipe = pipeline("dualpipev", 4, fresh())
+    pipe = pipeline("dualpipev", 4, list(map(wrap, fresh())))
     optimizer = adamw(pipe)
     assert load_checkpoint(tmp_path / "b", pipe, optimizer) == 7
     assert all_same(train(pipe, optimizer, range(4, 6)), expected[4:])

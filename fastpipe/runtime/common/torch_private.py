@@ -97,6 +97,13 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def name_in_state(name: str) -> str:
+    """A parameter's key in a state, without what torch's `checkpoint_wrapper` adds to its name."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+
+    return name.replace(_CHECKPOINT_PREFIX, "")
+
+
 # Tensors.
 
 
@@ -638,6 +645,12 @@ PRIVATE = (
     Private(nn.Module, "_non_persistent_buffers_set", "which of them its state leaves out", "split and traced models"),
     Private(nn.Module, "_forward_hooks _forward_pre_hooks _compiled_call_impl", "what a call does", "split models"),
     Private(nn.Module, "_backward_hooks _backward_pre_hooks", "hooks that no stage would call", "split models"),
+    Private(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "_CHECKPOINT_PREFIX",
+        "names of parameters in checkpoint_wrapper",
+        "checkpoints",
+    ),
     Private("torch.Tensor", "_version", "changes in place", f"{_REPLICATED}, split, {_PYTHON}"),
     Private("torch.Tensor", "_cdata", "a parameter's address, for the extension", "replicas with a split backward"),
     Private(

@@ -19,6 +19,9 @@ from torch import nn
 from fastpipe.runtime.common import Failure, FailureError, cause_text, listed, parameters_of, torch_private, walked
 from fastpipe.runtime.data_parallel.interface import DataParallel, raised_by_collective
 
+_MODES = "eval_step", "step within no_sync", "step"
+"""What a replica may have been called for, by the number that it announces."""
+
 _HELD_BACK = {
     "post_forward_mesh_info": None,
     "reshard_after_backward": False,
@@ -63,6 +66,12 @@ class Sharded(DataParallel):
         self.broken = {}
         self.num_replicas = max(int(mesh.size()) for mesh in meshes)
         self.description = f"sharded by fully_shard over {self.num_replicas} replicas"
+        self._mode = 0
+        self._announced: torch.Tensor | None = None
+        self._announcing: Any = None
+        is_host = self.device.type == "cpu"
+        # a stream of its own, so that reading what was announced does not wait for the step's kernels
+        self._aside: Any = contextlib.nullcontext() if is_host else torch.Stream(device=self.device)
         self._flags: list[tuple[Any, dict[str, Any]]] = []
         self._last: list[tuple[Any, bool]] = []
         self._known = {module: set(parameters_of(module)) for module in self._inner()}
@@ -115,6 +124,7 @@ class Sharded(DataParallel):
     def begin(self, reduces: bool, num_microbatches: int) -> None:
         """Mark no backward as the last one, and reshard only when the schedule says so."""
         super().begin(reduces, num_microbatches)
+        self._mode, self._announced = 2 if reduces else int(torch.is_grad_enabled()), None
         self._last = [(context, context.is_last_backward) for context in map(torch_private.fsdp_context, self._roots())]
         self._flags = [(group, {name: getattr(group, name) for name in _HELD_BACK}) for group in self._groups]
         for context, _ in self._last:
@@ -124,8 +134,44 @@ class Sharded(DataParallel):
 
     def unshard(self) -> None:
         """Start to gather the parameters; the forward, or the backward, waits for them."""
+        if self._announced is None:
+            marks = [*self.marks(), self._mode, self._mode**2]
+            with self._aside:
+                self._announced = torch.tensor(marks, dtype=torch.int64, device=self.device)
+                self._announcing = dist.all_reduce(self._announced, group=self.groups[0], async_op=True)
         for module in self.modules:
             module.unshard(async_op=True)
+
+    def _why_not_alike(self) -> str:
+        """The error if the replicas were not called alike, empty if they were; the same in all of them.
+
+        They tell each other with a step's first UNSHARD. So none reduces where another does not, which would wait.
+        """
+        if self._announced is None:
+            return ""
+        with self._aside:
+            if self._announcing is not None:
+                announcing, self._announcing = self._announcing, None
+                self._collect(announcing)
+            count, total, squares, modes, mode_squares = self._announced.tolist()
+        if count * mode_squares != modes**2:
+            return (
+                f"the replicas of stage {self.stage}, in the processes {self.processes()}, were not called alike, here "
+                f"for {_MODES[self._mode]}; with fully_shard call step, eval_step and no_sync alike in all of them"
+            )
+        return self.why_not_same(count, total, squares)
+
+    def _collect(self, announcing: Any) -> None:
+        for group in self.groups:
+            try:
+                if group is self.groups[0]:
+                    announcing.wait()
+                else:
+                    dist.all_reduce(self._announced, group=group)
+            except RuntimeError as error:  # sums without this replica; it does not reduce in that group
+                self.lose(group, error)
+                assert self._announced is not None
+                self._announced.zero_()
 
     def reshard(self) -> None:
         """Free the gathered parameters; gradients stay."""
@@ -148,7 +194,7 @@ class Sharded(DataParallel):
 
     def reduce_grad(self, failed: bool) -> None:
         """Start to reduce, the group of the last layers first, as a backward does."""
-        if not self._reduces or self._begun:
+        if not self._reduces or self._begun or self._why_not_alike():
             return
         self._begun = True
         # last in, first out; all of them, also if one raises, as replicas wait in each
@@ -189,14 +235,18 @@ class Sharded(DataParallel):
 
     def finish(self, failure: str | None, deadline: float) -> None:
         """Wait for the shards' gradients, and leave the parameters sharded, as between steps."""
-        begun, self._begun = self._begun, False
+        ends_alike = self._begun or (self._mode == 1 and self._announced is not None)
+        self._begun = False
         try:
             self._end_backward()
         except Exception as error:  # when the other replicas, which wait, know of it
             failure = failure or cause_text(error)
             raise FailureError(Failure(None, cause_text(error), is_fatal=True)) from error
         finally:
-            if begun:
+            if cause := self._why_not_alike():
+                if failure is None:
+                    raise FailureError(Failure(None, cause))
+            elif ends_alike:
                 self._compare(failure, deadline)
 
     def _end_backward(self) -> None:
@@ -213,15 +263,15 @@ class Sharded(DataParallel):
             context.is_last_backward = last
 
     def _compare(self, failure: str | None, deadline: float) -> None:
-        """Raise unless all replicas completed the same step."""
-        sums = torch.tensor([int(failure is not None), 0, *self.marks()], dtype=torch.int64, device=self.device)
+        """Raise unless all replicas completed the step."""
+        sums = torch.tensor([int(failure is not None), 0], dtype=torch.int64, device=self.device)
         for group in self.groups:
             before = sums.clone()
             if not self.completes(deadline, dist.all_reduce, sums, group=group):
                 sums = before
-                sums[:2] += 1  # so that the other dimension's pipelines end, too: this one's are closed
-        num_failed, num_broken, *marks = sums.tolist()
-        cause = self.why_not_same(*marks)
+                sums += 1  # so that the other dimension's pipelines end, too: this one's are closed
+        num_failed, num_broken = sums.tolist()
+        cause = ""
         if num_failed and len(self.broken) < len(self.groups):
             cause = self.explained(
                 "the step failed in another of the replicas that share this stage", failure, deadline
@@ -229,6 +279,11 @@ class Sharded(DataParallel):
         if num_broken or (cause and failure is None):
             cause = next(iter(self.broken.values()), cause)
             raise FailureError(Failure(None, cause, is_fatal=bool(num_broken)))
+
+    def forget(self) -> None:
+        """Drop the gradients of gathered parameters, which a step without a reduction has left there."""
+        if self._mode:
+            self.put_aside()
 
     def _of(self, parameter: nn.Parameter) -> Any:
         """FSDP's object of a shard."""

@@ -132,13 +132,16 @@ class DataParallel(ABC):
             self.lose(group, error)
             raise FailureError(Failure(None, self.broken[group], is_fatal=True)) from error
 
+    def processes(self) -> list[int]:
+        """The processes that it meets in its groups, and this one."""
+        return sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
+
     def why_late(self) -> str:
         """The cause of a fatal failure, for replicas that have not come by the deadline."""
-        processes = sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
         return (
-            f"another of the {self.num_replicas} replicas of stage {self.stage}, in the processes {processes}, did not "
-            "respond within the Pipeline's timeout; all must call step, and all or none of them in no_sync (eval_step "
-            "reduces nothing), or it is slow: set a longer timeout"
+            f"another of the {self.num_replicas} replicas of stage {self.stage}, in the processes {self.processes()}, "
+            "did not respond within the Pipeline's timeout; all must call step, and all or none of them in no_sync "
+            "(eval_step reduces nothing), or it is slow: set a longer timeout"
         )
 
     def completes(self, deadline: float, collective: Callable[..., Any], *args: Any, group: dist.ProcessGroup) -> bool:
@@ -275,3 +278,6 @@ class DataParallel(ABC):
     def put_aside(self) -> Callable[[], None]:
         """Save unreduced gradients that are not in ``.grad``; returns a function that restores them."""
         return lambda: None
+
+    def forget(self) -> None:  # noqa: B027 - most have none
+        """Drop unreduced gradients that are not in ``.grad``, after a failed step of which they may be."""

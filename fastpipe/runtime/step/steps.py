@@ -653,6 +653,8 @@ class Steps:
         """Drop the state of a failed step."""
         for stage in self.stages:
             stage.end()
+            if stage.parallel is not None:
+                stage.parallel.forget()
         # announcements of a failed step may be incomplete or outdated
         self.announced.clear()
 
