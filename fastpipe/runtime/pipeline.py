@@ -601,13 +601,14 @@ class Pipeline:
         pieces = dict(self.stage_modules) if present.layers is None else present.layers
         model = replace(model, stages=pieces, tied=present.declared_ties)
         self._steps.check_filled()
-        former = self._steps
-        self._finalizer.detach()
-        self._steps.watchdog.thread.close()
-        self._steps.ranks.retire()
+        former, finalizer = self._steps, self._finalizer
         local = build_stages(replace(model, data_parallel=None), self._arguments, schedule, self._build, self._world)
         self._start(model, local, programs, schedule.num_microbatches)
         self._steps.random.step_count, self._steps.loss_scale = former.random.step_count, former.loss_scale
+        # only now, as a module may refuse what the plan needs, a copy for example
+        finalizer.detach()
+        former.watchdog.thread.close()
+        former.ranks.retire()
 
     def describe(self) -> str:
         """A description of the pipeline in a few lines: schedule, placement, executor, transport and options."""

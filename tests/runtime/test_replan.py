@@ -1,6 +1,7 @@
 """Measure, plan, go on by the plan: what is measured, that nothing else changes, and that the bits stay the model's."""
 
 import copy
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -276,6 +277,19 @@ def test_a_plan_for_something_else_is_refused_and_changes_nothing(plan: Any, err
     assert pipe.schedule.name == "1f1b" and same_bits(pipe.step(x, target=y).loss, loss)
     with pytest.raises(ValueError, match="plan is for 9 layers but the model has 8"):
         pipe.replan(fastpipe.plan(fastpipe.LayerCosts(9), num_ranks=2, num_microbatches=4, effort=0))
+
+
+def test_a_plan_that_the_layers_cannot_follow_changes_nothing() -> None:
+    """Two ranks would need a copy of each stage."""
+    layers, (x, y) = CASES["plain"].layers(NUM_LAYERS), batch()
+    for layer in layers:
+        layer.lock = threading.Lock()  # which cannot be copied
+    pipe = Pipeline(layers, "1f1b", 4, squared, num_ranks=2)
+    loss = pipe.step(x, target=y).loss
+    twice = make_schedule("dualpipe", num_ranks=2, num_microbatches=4)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        pipe.replan(plan_for(pipe, fastpipe.LayerCosts(NUM_LAYERS), placement=twice, effort=0))
+    assert pipe.schedule.name == "1f1b" and same_bits(pipe.step(x, target=y).loss, loss)
 
 
 @pytest.mark.parametrize(
