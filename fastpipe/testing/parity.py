@@ -304,7 +304,8 @@ class _Check:
         (inputs, target), kwargs = self.copies[0]
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         # without a reduction over replicas: the model has only this replica's batch
-        with self.pipe.no_sync() if self.pipe._programs.parallel else contextlib.nullcontext():
+        alone = self.pipe.no_sync() if self.pipe._programs.parallel else contextlib.nullcontext()
+        with alone, self.pipe._steps.part_of("check_parity"):
             return self.pipe.step(*args, target=target, num_microbatches=self.count, **kwargs)
 
     def _beginning(self, drew: bool) -> Reply:
