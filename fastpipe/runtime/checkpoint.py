@@ -18,6 +18,7 @@ import contextlib
 import io
 import logging
 import os
+import pickle
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -45,6 +46,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fastpipe.checkpoint_folder import (
     FILE_PREFIX,
     METADATA,
+    Manifest,
     Save,
     check_contents,
     check_files,
@@ -262,6 +264,22 @@ class _Files(FileSystem):
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
 
+@contextlib.contextmanager
+def _sendable_errors() -> Iterator[None]:
+    """Context for code of the user, such as an object's pickling, within DCP.
+
+    DCP sends exceptions to the other ranks as pickles. One that cannot be sent would leave them waiting.
+    """
+    try:
+        yield
+    except Exception as error:  # raised again, or in its place one with its text
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # of any type, from the user's exception
+            raise RuntimeError(cause_text(error)) from error
+        raise
+
+
 class _Writer(FileSystemWriter):
     """DCP's writer into the folder of a `Save`, which DCP's first rank begins and completes.
 
@@ -284,6 +302,7 @@ class _Writer(FileSystemWriter):
         places = (SimpleNamespace(prefix=FILE_PREFIX.format(i), folder=self._save.folder) for i in range(len(plans)))
         return [replace(plan, storage_data=place) for plan, place in zip(plans, places, strict=True)]
 
+    @_sendable_errors()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         self.path = plan.storage_data.folder
         results = super().write_data(plan, planner).value()
@@ -322,6 +341,10 @@ class _Reader(FileSystemReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         check_contents(self._folder, self._files, *_place_in(self._group))
         return plan
+
+    @_sendable_errors()
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        return super().read_data(plan, planner)
 
 
 def _place_in(group: Any) -> tuple[int, int]:
@@ -397,16 +420,18 @@ def save_checkpoint(
         if keep is not None and not is_whole(keep, 1):
             raise ValueError(f"keep = {keep!r}: give a whole number of at least 1 (the new checkpoint counts), or None")
         check_target(path)
-        state.update(whole_state(pipe, optimizers, extra))
+        whole = whole_state(pipe, optimizers, extra)
+        # a copy for the background here, as the others are told if there is no room for it
+        state.update(_copied(whole) if asynchronous else whole)
         return {"optimizes": optimizes(pipe, optimizers)}
 
-    def write(saved: dict[str, Any], members: Any) -> Any:
-        return _write(_Writer(real_path(path), step, keep), saved, call, members)
+    def write(members: Any) -> Any:
+        return _write(_Writer(real_path(path), step, keep), state, call, members)
 
     def attend(replies: Sequence[Reply]) -> None:
         check_all_optimize(replies)
         if not asynchronous:
-            return pipe._steps.attend(lambda: write(state, group))
+            return pipe._steps.attend(lambda: write(group))
         # the script uses the other one meanwhile
         pipe._steps.attend(lambda: side.append(side_group("save_checkpoint", group, pipe._steps.ranks.timeout)))
 
@@ -414,7 +439,7 @@ def save_checkpoint(
     if not asynchronous:
         return None
     lost = partial(_first_dead, pipe._steps.control)
-    return _in_background(lambda copy: attended(lambda: write(copy, side[0]), lost, timedelta.max), state, path)
+    return _in_background(lambda: attended(lambda: write(side[0]), lost, timedelta.max), path)
 
 
 def _shown(path: Any) -> str:
@@ -444,19 +469,22 @@ def _first_dead(control: Control) -> Failure | None:
     return next(iter(control.dead), None)
 
 
-def _in_background(write: Callable[[dict[str, Any]], Any], state: dict[str, Any], path: Any) -> Future[Any]:
-    """Write a copy of a state in a thread.
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    copy = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+    assert isinstance(copy, dict)
+    return copy
+
+
+def _in_background(write: Callable[[], Any], path: Any) -> Future[Any]:
+    """Write in a thread.
 
     Args:
         write: returns when the state is written, or raises; it ends soon if a process is lost, as the interpreter
             waits for it when it exits.
-        state: copied at once.
     """
-    copy = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
-    assert isinstance(copy, dict)
     thread = ThreadPoolExecutor(1, "fastpipe-save")  # joined when the interpreter exits
     _pending.append(_Writing(_shown(path)))
-    thread.submit(write, copy).add_done_callback(_pending[-1].copy_outcome)
+    thread.submit(write).add_done_callback(_pending[-1].copy_outcome)
     thread.shutdown(wait=False)
     return _pending[-1]
 
@@ -492,9 +520,9 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
         KeyError: if it lacks a key that is needed here.
-        ValueError: if a file is missing or altered, or files of two saves are mixed; if the checkpoint has keys of the
-            model that no rank loads, other shapes, or other parameter groups; if some ranks give an optimizer and
-            others none.
+        ValueError: if a file is missing or altered, files of two saves are mixed, or ranks find different checkpoints;
+            if the checkpoint has keys of the model that no rank loads, other shapes, or other parameter groups; if some
+            ranks give an optimizer and others none.
         StepError: if another rank cannot load.
     """
     optimizers = as_optimizers(optimizer)
@@ -507,8 +535,8 @@ def load_checkpoint(
     def prepare() -> Reply:
         _await_pending()
         folder = locate(path)
-        files, metadata = _checked(folder, warns=pipe.rank == 0)
-        readers.append(_Reader(folder, files, group))
+        manifest, metadata = _checked(folder, warns=pipe.rank == 0)
+        readers.append(_Reader(folder, manifest.files if manifest else {}, group))
         saved.update(metadata.state_dict_metadata)
         state.update(model=pipe.state_dict())
         state.update({name: None for name in ("extra", "steps") if name in saved})  # a plain model's save has neither
@@ -518,10 +546,12 @@ def load_checkpoint(
         )
         generators = _generators(pipe)
         state.update(random={key: value for key, value in generators.items() if f"random.{key}" in saved})
-        return {"keys": list(_flat_model(state["model"])), "optimizes": optimizes(pipe, optimizers)}
+        save = [manifest.step, manifest.saved] if manifest else None
+        return {"keys": list(_flat_model(state["model"])), "optimizes": optimizes(pipe, optimizers), "save": save}
 
     def read(replies: Sequence[Reply]) -> None:
         check_all_optimize(replies)
+        _check_same_save(replies, path)
         _check_all_taken(_section(saved, "model"), replies, path)
         no_dist = not dist.is_initialized()
         with _errors_of_dcp(call, group):
@@ -574,12 +604,26 @@ def check_all_optimize(replies: Sequence[Reply]) -> None:
         )
 
 
-def _checked(folder: Path, *, warns: bool) -> tuple[Mapping[str, tuple[int, int]], Metadata]:
-    """The files of a checkpoint, checked for presence and size, and its metadata; no files without a manifest."""
+def _check_same_save(replies: Sequence[Reply], path: str | os.PathLike[str]) -> None:
+    """Refuse folders of one name, on file systems of different hosts for example, that hold different checkpoints."""
+    saves = [reply["save"] for reply in replies]
+    other = next((rank for rank, save in enumerate(saves) if save != saves[0]), None)
+    if other is not None:
+        first, second = (
+            f"that of step {save[0]}" if save else "one without a manifest" for save in (saves[0], saves[other])
+        )
+        raise ValueError(
+            f"path = {os.fspath(path)!r} holds different checkpoints: on rank 0 {first}, on rank {other} {second}; "
+            "give a folder that is the same on every rank, on a shared file system"
+        )
+
+
+def _checked(folder: Path, *, warns: bool) -> tuple[Manifest | None, Metadata]:
+    """The manifest of a checkpoint, if it has one, and its metadata; files are checked for presence and size."""
     manifest = check_files(folder)
     if manifest is not None:
         check_contents(folder, {METADATA: manifest.files[METADATA]})
-        return manifest.files, FileSystemReader(folder).read_metadata()
+        return manifest, FileSystemReader(folder).read_metadata()
     if warns:
         logger.warning("the checkpoint %s has no manifest: its files cannot be verified", folder)
     metadata = FileSystemReader(folder).read_metadata()
@@ -588,7 +632,7 @@ def _checked(folder: Path, *, warns: bool) -> tuple[Mapping[str, tuple[int, int]
         ends[info.relative_path] = max(info.offset + info.length, ends.get(info.relative_path, 0))
     for name, end in ends.items():
         check_size(folder, name, end)
-    return {}, metadata
+    return None, metadata
 
 
 def _section(saved: Mapping[str, Any], name: str) -> dict[str, Any]:

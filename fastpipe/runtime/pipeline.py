@@ -268,15 +268,11 @@ class Pipeline:
             target,
             output_grad,
             count,
-            training=not self._steps.forward_only,
+            training=not self._steps.forward_only or output_grad is not None,
             reduces=self._reduces,
             gathers_outputs=gather_outputs,
             index=index,
         )
-        if self._steps.forward_only and output_grad is not None:
-            if not self._steps.programs.has_backward(self.num_microbatches):
-                raise ValueError(f"output_grad: {self.schedule.name} has no backward; leave it out")
-            request = replace(request, training=True)
         return self._run(request, trace)
 
     @contextlib.contextmanager
@@ -351,8 +347,6 @@ class Pipeline:
         return self._run(request, trace)
 
     def _run(self, request: Request, trace: bool) -> StepResult:
-        if request.gathers_outputs and not self._arguments.batch.keeps_outputs:
-            raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
         result = self._steps.run(self._with_target(request), bool(trace))
         if request.gathers_outputs:
             result.raw_outputs = gather_outputs(self._steps, self._world.member, self.device, result.raw_outputs)
@@ -477,7 +471,7 @@ class Pipeline:
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state is a {type(state).__name__}: pass the model's state_dict()")
-        taken: set[str] = set()
+        parts: list[tuple[nn.Module, str, list[str]]] = []
         state = assignable(state, self._local.ties, self.device) if assign else state
         for stage, wrapped in self.stage_modules.items():
             module = unwrapped(wrapped)
@@ -491,12 +485,14 @@ class Pipeline:
                     f"stage {stage} is on the meta device, into which nothing can be copied: call pipe.to_empty() "
                     "before, or pass assign=True"
                 )
-            module.load_state_dict({key: state[prefix + key] for key in own}, assign=assign)
-            taken.update(prefix + key for key in own)
-        self._steps.copies.loaded()
+            parts.append((module, prefix, list(own)))
+        taken = {prefix + key for _, prefix, keys in parts for key in keys}
         left = [key for key in state if key not in taken]
         if left and len(self.stage_modules) == self.schedule.num_stages:
             raise KeyError(f"the state has {left[0]!r}, which no stage has: pass the state of the same model")
+        for module, prefix, keys in parts:
+            module.load_state_dict({key: state[prefix + key] for key in keys}, assign=assign)
+        self._steps.copies.loaded()
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode of the local stages."""
@@ -575,22 +571,26 @@ class Pipeline:
         """
         schedule, counts, recompute = agree_on_plan(self._steps, plan, self.rank)
         present = self._local.layer_counts
-        check_fits(schedule, counts, self.schedule, present)
-        programs = successor(self._steps.programs, schedule, self.num_ranks)
         moves = schedule.placement.routes != self.schedule.placement.routes
-        if moves or counts not in (None, present) or recompute is not None:
-            check_movable(self._steps.stages, self._world.member.size)
+        rebuilds = moves or counts not in (None, present) or recompute is not None
+        made: list[Programs] = []
+
+        def prepare() -> Reply:
+            check_fits(schedule, counts, self.schedule, present)
+            made.append(successor(self._steps.programs, schedule, self.num_ranks))
+            if rebuilds:
+                check_movable(self._steps.stages, self._world.member.size)
+            if self._steps.programs.parallel:
+                digest = made[0].program(schedule.num_microbatches, forward_only=False).digest()
+                compare_replicas(self._steps.stages, {"schedule": schedule.name, "program": digest}, self._world)
+            return {}
+
+        self._steps.all_gather("replan, programs", prepare)
+        (programs,) = made
+        if rebuilds:
             model = replace(self._model, partition=counts or present or "layers")
             self._rebuild(programs, schedule, model if recompute is None else replace(model, recompute=recompute))
         else:
-            digest = programs.program(schedule.num_microbatches, forward_only=False).digest()
-
-            def compare() -> Reply:
-                compare_replicas(self._steps.stages, {"schedule": schedule.name, "program": digest}, self._world)
-                return {}
-
-            if programs.parallel:
-                self._steps.all_gather("replan", compare)
             self.num_microbatches = schedule.num_microbatches
             self._steps.follow(programs, forward_only=not programs.has_backward(schedule.num_microbatches))
         logger.info("%s", self.describe())

@@ -274,8 +274,9 @@ def profile(
         parameters: whose gradients are restored.
         by_layer: meter layers instead of stages.
     """
-    _check(steps, inputs, num_steps, by_layer)
-    with _restored(modules, parameters, steps):
+    name = f"profile{'_layers' if by_layer else ''}, num_steps={num_steps!r}"
+    steps.all_gather(name, lambda: _check(steps, inputs, num_steps, by_layer))
+    with steps.part_of(name), _restored(modules, parameters, steps):
         call(True, False)
         timelines = [call(True, True).timeline for _ in range(num_steps)]
         with metered(steps.stages, by_layer=by_layer, trains=not steps.forward_only) as units:
@@ -284,7 +285,7 @@ def profile(
     return Profile(timelines, _units_of(replies), num_microbatches)
 
 
-def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) -> None:
+def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) -> Reply:
     if not is_whole(num_steps, least=1):
         raise ValueError(f"num_steps = {num_steps!r}: give a whole number of at least 1")
     if any(isinstance(value, Iterator) for value in inputs):
@@ -295,6 +296,7 @@ def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) 
                 f"profile_layers: stage {stage.index} is not a list of plain layers; pass the model's layers as a list "
                 "to Pipeline, or use profile, which gives the costs of the stages"
             )
+    return {}
 
 
 @contextlib.contextmanager

@@ -340,7 +340,8 @@ def _step(pipe: Pipeline, batch: Any, kwargs: Mapping[str, Any], count: int) -> 
     inputs, target = batch
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     # without a reduction over replicas: the model has only this replica's batch
-    with pipe.no_sync() if pipe._steps.programs.parallel else contextlib.nullcontext():
+    alone = pipe.no_sync() if pipe._steps.programs.parallel else contextlib.nullcontext()
+    with alone, pipe._steps.part_of("check_parity"):
         return pipe.step(*args, target=target, num_microbatches=count, **kwargs)
 
 

@@ -1,5 +1,6 @@
 """Checkpoints of processes: four save, two load, one loads."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -15,6 +16,7 @@ from torch import nn
 from fastpipe import Pipeline, checkpoint_folder, latest_checkpoint, load_checkpoint, save_checkpoint
 from fastpipe.runtime import checkpoint
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
+from tests.distributed.test_awkward_errors import ERRORS
 from tests.distributed.test_step import caught, refuses
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH
@@ -92,6 +94,19 @@ def test_whoever_cannot_is_an_error_for_all(tmp_path: Path) -> None:
     torch.randn(3)
     load_checkpoint(folder, pipe, momentum(pipe))
     assert same_bits(torch.get_rng_state(), before)
+
+
+@on_ranks(2)
+def test_folders_of_one_name_with_different_checkpoints_are_refused(tmp_path: Path) -> None:
+    """As on hosts whose file systems are not shared: each rank would load its stages of another step."""
+    pipe = pipeline("1f1b", None)
+    for name in ("a", "b"):
+        save_checkpoint(tmp_path / name / "saved", pipe)
+        pipe.step_count += 1
+    said = "path = 'saved' holds different checkpoints: on rank 0 that of step 0, on rank 1 that of step 1"
+    with contextlib.chdir(tmp_path / "ab"[dist.get_rank()]):
+        refuses(lambda: load_checkpoint("saved", pipe), said)
+    load_checkpoint(tmp_path / "a" / "saved", pipe)
 
 
 @pytest.mark.parametrize("keys", [["0_of_2", "1_of_2"]])
@@ -217,3 +232,38 @@ def test_a_spoilt_file_is_named_on_every_rank(group_of: GroupOf, tmp_path: Path)
     found = group_of(2).run(spoil_and_load, str(tmp_path / "a"))
     assert sorted(kind for kind, _ in found) == ["StepError", "ValueError"]
     assert all(re.search("a/rank1_0.distcp has been altered since it was saved", text) for _, text in found)
+
+
+class Refuses:
+    """What cannot be pickled, or only be pickled."""
+
+    def __init__(self, error: Exception, on_load: bool) -> None:
+        self.error, self.on_load = error, on_load
+
+    def __getstate__(self) -> Any:
+        if not self.on_load:
+            raise self.error
+        return {"number": list(ERRORS.values()).index(self.error)}
+
+    def __setstate__(self, state: Any) -> None:
+        raise list(ERRORS.values())[state["number"]]
+
+
+def save_and_load(folder: str, name: str, on_load: bool) -> str:
+    """What is raised on this rank, after which the next step works."""
+    pipe = pipeline("1f1b", None)
+    _, text, _ = caught(lambda: save_checkpoint(folder, pipe, extra=Refuses(ERRORS[name], on_load)))
+    if on_load:
+        _, text, _ = caught(lambda: load_checkpoint(folder, pipe))
+    ERRORS[name].with_traceback(None)
+    pipe.step(torch.zeros(16, WIDTH), target=torch.zeros(16, WIDTH))
+    return text
+
+
+@pytest.mark.parametrize("on_load", [False, True])
+@pytest.mark.parametrize("name", ["TakesTwo", "NotPickled"])
+def test_an_exception_that_cannot_be_sent_leaves_nobody_waiting(
+    name: str, on_load: bool, group_of: GroupOf, tmp_path: Path
+) -> None:
+    found = group_of(2).run(save_and_load, str(tmp_path / "a"), name, on_load)
+    assert all(name in text for text in found), found

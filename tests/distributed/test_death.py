@@ -1,5 +1,6 @@
 """A rank that is killed, or silent: the others name it, nothing hangs, and survivors can start anew."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from fastpipe import Pipeline, StepError
 from fastpipe.runtime.common.failure import Failure, FailureError
 from fastpipe.runtime.common.waits import pauses
+from fastpipe.runtime.step import result
 from tests.conftest import BOTH, skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import Ranks, ranks
@@ -256,6 +258,28 @@ def train_unwatched(victim: int, note: str) -> dict[str, Any]:
     """Runs on every rank, where the kernel grants no process descriptors."""
     with mock.patch.object(os, "pidfd_open", side_effect=PermissionError("pidfd_open")):
         return train_until(victim, COUNT + 3, note, executor="python", timeout=PATIENCE)
+
+
+def lose_before_outputs(victim: int, number: int) -> dict[str, Any]:
+    """Runs on both ranks; one gets a signal when the others gather the outputs of a step that has succeeded."""
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn, timeout=10.0)
+    (batch,) = case.batches(1, rows_for(COUNT))
+    faulty = mock.patch.object(result, "_broadcast", lambda *_: os.kill(os.getpid(), number))
+    with faulty if dist.get_rank() == victim else contextlib.nullcontext():
+        try:
+            pipe.eval_step(*batch.args, gather_outputs=True)
+        except StepError as error:
+            return report(pipe, error, 0.0)
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGSTOP), (1, signal.SIGSTOP), (1, signal.SIGKILL)])
+def test_lost_while_outputs_are_gathered(victim: int, number: int) -> None:
+    """Whether it was to send or to receive them."""
+    with ranks(2) as group:
+        group.start(lose_before_outputs, victim, number)
+        check(group.results([1 - victim]), victim)
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -1,5 +1,6 @@
 """Ctrl-C in the midst of a step: on one rank, on all of them at any time; nothing hangs and nothing is left behind."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -7,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -236,3 +238,25 @@ def test_a_handler_that_raises_at_the_end_of_a_step(way: dict[str, str]) -> None
     with ranks(2) as group:
         first, second = group.run(ended_after_a_step, way)
     assert first == second and len(set(first)) == 1
+
+
+def ended_between_agreement_and_program(owner: str, name: str, way: dict[str, str]) -> tuple[str, str]:
+    """Runs on both ranks: a handler raises on rank 0 when the ranks have agreed on the inputs of the second step."""
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, **way)
+    batch = case.batches(1, rows_for(COUNT))[0]
+    pipe.step(*batch.args, target=batch.target)
+    fault = mock.patch.object(getattr(pipe._steps, owner), name, side_effect=Ended)
+    with fault if dist.get_rank() == 0 else contextlib.nullcontext(), pytest.raises((Ended, StepError)) as caught:
+        pipe.eval_step(*batch.args, target=batch.target)
+    return caught.type.__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("way", "owner", "name"), [(WAYS[0], "copies", "agreed"), (WAYS[1], "ranks", "prepare")], indirect=["way"]
+)
+def test_a_handler_that_raises_before_the_program(owner: str, name: str, way: dict[str, str]) -> None:
+    """The others do not wait for it until the timeout."""
+    with ranks(2) as group:
+        (own, _), (other, text) = group.run(ended_between_agreement_and_program, owner, name, way)
+    assert own == "Ended" and other == "StepError" and "rank 0" in text and "Ended" in text

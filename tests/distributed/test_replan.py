@@ -1,6 +1,9 @@
 """Processes agree on one plan; only the order can change."""
 
+import contextlib
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -8,8 +11,10 @@ import torch.distributed as dist
 import fastpipe
 from fastpipe import Pipeline, make_schedule
 from fastpipe.runtime.model.chain import Chain
+from fastpipe.runtime.tune import profiling, replanning
 from tests.conftest import WAYS
 from tests.distributed.ranks import GroupOf, on_ranks
+from tests.distributed.test_step import refuses
 from tests.runtime.checks import assert_same, reference_of
 from tests.runtime.models import CASES, squared
 
@@ -63,3 +68,38 @@ def test_processes_refuse_what_they_cannot_do() -> None:
         with pytest.raises((TypeError, ValueError, fastpipe.StepError), match=said):
             pipe.replan(plan)
         pipe.step(*given.args, target=given.target)
+
+
+@on_ranks(2)
+def test_whoever_cannot_profile_is_an_error_for_all() -> None:
+    """A profile is more than the steps that it runs: a step on another rank is not taken for one of these."""
+    case, rank = CASES["plain"], dist.get_rank()
+    pipe = Pipeline(case.layers(8), "1f1b", 4, squared)
+    given = case.batches(1, 8)[0]
+    (x,), target = given.args, given.target
+    refuses(lambda: pipe.profile(iter([x]) if rank else x, target=target), "not iterators", on=1)
+    for calls in (
+        (pipe.step, pipe.profile),
+        (pipe.profile, pipe.profile_layers),
+        (pipe.profile, partial(pipe.profile, num_steps=0)),
+    ):
+        refuses(lambda calls=calls: calls[rank](x, target=target), "the ranks do not make the same call")
+    with mock.patch.object(profiling, "Meters", side_effect=MemoryError) if rank else contextlib.nullcontext():
+        if rank:
+            with pytest.raises(MemoryError):
+                pipe.profile(x, target=target)
+        refuses(lambda: (pipe.eval_step if rank else pipe.profile)(x, target=target), "do not make the same call")
+    pipe.profile(x, target=target, num_steps=1)
+
+
+@on_ranks(2)
+def test_whoever_cannot_follow_a_plan_keeps_all_at_the_former_one() -> None:
+    case, rank = CASES["plain"], dist.get_rank()
+    pipe = Pipeline(case.layers(8), "1f1b", 4, squared)
+    given = case.batches(1, 8)[0]
+    other = make_schedule("gpipe", num_ranks=2, num_microbatches=4)
+    failing = mock.patch.object(replanning, "successor", side_effect=MemoryError("no room"))
+    with failing if rank else contextlib.nullcontext():
+        refuses(lambda: pipe.replan(other), "no room", on=1, kind=MemoryError)
+    assert pipe.schedule.name == "1f1b"
+    pipe.step(*given.args, target=given.target)

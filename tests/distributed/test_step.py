@@ -180,6 +180,16 @@ def test_outputs_of_every_kind_are_gathered() -> None:
     assert torch.equal(found["whole"].imag, found["part"]) and found["rest"][1].shape == (len(x), 0)
 
 
+@on_ranks(2)
+def test_an_argument_that_the_pipeline_excludes_leaves_nobody_waiting() -> None:
+    (x, y), rank = batch(), dist.get_rank()
+    other_calls = "the ranks do not make the same call"
+    discards, forwards = pipeline(merge=False), pipeline(schedule="forward_only", loss_fn=None)
+    refuses(lambda: discards.step(x, target=y, gather_outputs=rank == 1), other_calls)
+    refuses(lambda: forwards.step(x, output_grad=y if rank else None), other_calls)
+    refuses(lambda: forwards.step(x, output_grad=y), "output_grad: forward_only has no backward")
+
+
 def an_order(lazy: bool) -> fastpipe.Schedule:
     """Two schedules of one name, whose orders differ on the first rank."""
     orders = [["0F0", "0F1", "0B0", "0B1"] if lazy else ["0F0", "0F1", "0B1", "0B0"], ["1F0", "1B0", "1F1", "1B1"]]

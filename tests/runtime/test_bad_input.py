@@ -365,6 +365,16 @@ def test_nothing_is_silently_left_out() -> None:
         pipe().load_state_dict({})
 
 
+@pytest.mark.parametrize("change", [{"3.linear.bias": None}, {"4.linear.bias": torch.ones(1)}], ids=["less", "more"])
+def test_a_state_with_other_keys_changes_nothing(change: dict[str, Any]) -> None:
+    pipe = Pipeline(CASES["plain"].layers(4), "1f1b", 4, squared, num_ranks=2)
+    before = {key: value.clone() for key, value in pipe.state_dict().items()}
+    state = {key: value + 1 for key, value in before.items()} | change
+    with pytest.raises(KeyError, match="which (stage 1 needs|no stage has)"):
+        pipe.load_state_dict({key: value for key, value in state.items() if value is not None})
+    assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
+
+
 def test_an_error_is_not_its_own_cause(executor: str) -> None:
     """Whoever follows the causes of an exception comes to an end."""
     case = CASES["plain"]

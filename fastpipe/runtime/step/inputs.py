@@ -256,6 +256,8 @@ def take_inputs(request: Request, batch: BatchArguments, stages: Sequence[Stage]
     """
     if request.target is not None and request.output_grad is not None:
         raise ValueError("target and output_grad are both given: pass a target for loss_fn, or the outputs' gradients")
+    if request.gathers_outputs and not batch.keeps_outputs:
+        raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
     rules, loss_fn, reduction = batch.split, batch.loss_fn, batch.loss_reduction
     inputs = Inputs(unknown=_unknown_names(rules, request, stages))
     count = request.num_microbatches

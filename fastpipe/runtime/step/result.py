@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import itemgetter
@@ -19,7 +20,19 @@ import torch
 import torch.distributed as dist
 
 from fastpipe.program import Program
-from fastpipe.runtime.common import Failure, Tensors, cause_text, decoded, dense_all, dtype_name, dtype_of, encoded
+from fastpipe.runtime.common import (
+    Failure,
+    FailureError,
+    Tensors,
+    call_in_thread,
+    cause_text,
+    decoded,
+    dense_all,
+    dtype_name,
+    dtype_of,
+    encoded,
+    waiting,
+)
 from fastpipe.runtime.coordination import Control, DeferredResults, Reply
 from fastpipe.runtime.executor import DeviceEvent, DeviceEvents, Spans
 from fastpipe.runtime.stage import Stage, from_tensors, scale_loss, sum_in_order, to_tensors
@@ -448,26 +461,54 @@ def gather_outputs(steps: Steps, member: Membership, device: torch.device, own: 
         return {"outputs": [[i, [[dtype_name(t.dtype), t.shape] for t in tensors]] for i, tensors in packed.items()]}
 
     outputs = dict(own)
-    for rank, reply in enumerate(steps.all_gather("gather_outputs", headers)):
-        for i, received in reply["outputs"]:
-            tensors = packed.get(i, ())
-            if rank != member.rank:
-                tensors = tuple(torch.empty(shape, dtype=dtype_of(dtype), device=device) for dtype, shape in received)
-            try:
-                for tensor in tensors:
-                    _broadcast(tensor, member, rank)
-            except RuntimeError as error:
-                steps.abort(Failure(rank, cause_text(error), is_fatal=True), error)
-            if rank != member.rank:
-                ((value,), _) = from_tensors(tensors, mesh=stage.mesh)
-                outputs[i] = value["output"]
+
+    def receive(replies: Sequence[Reply]) -> None:
+        works: list[Any] = []
+        arriving: dict[int, Tensors] = {}
+        for rank, reply in enumerate(replies):
+            for i, received in reply["outputs"]:
+                tensors = packed.get(i, ())
+                if rank != member.rank:
+                    tensors = tuple(
+                        torch.empty(shape, dtype=dtype_of(dtype), device=device) for dtype, shape in received
+                    )
+                    arriving[i] = tensors
+                works += [_broadcast(tensor, member, rank) for tensor in tensors if tensor.numel()]
+        _await_all(works, steps, member.device)
+        for i, tensors in arriving.items():
+            ((value,), _) = from_tensors(tensors, mesh=stage.mesh)
+            outputs[i] = value["output"]
+
+    steps.all_gather("gather_outputs", headers, receive)
     return outputs
 
 
-def _broadcast(tensor: torch.Tensor, member: Membership, rank: int) -> None:
-    """Broadcast as bytes, since not every backend supports every dtype."""
-    if not tensor.numel():
-        return
+def _broadcast(tensor: torch.Tensor, member: Membership, rank: int) -> Any:
+    """Begin to broadcast as bytes, since not every backend supports every dtype."""
     # a receive buffer is contiguous, so `line` is a view of it
     line = tensor.to(member.device).contiguous().view(-1).view(torch.uint8)
-    dist.broadcast(line, src=member.ranks[rank], group=member.group)
+    return dist.broadcast(line, src=member.ranks[rank], group=member.group, async_op=True)
+
+
+def _await_all(works: Sequence[Any], steps: Steps, device: torch.device) -> None:
+    """Wait for collectives that all ranks have begun, or should have.
+
+    Raises:
+        FailureError: for a rank that has not, or is lost.
+    """
+
+    def end() -> None:
+        for work in works:
+            work.wait()
+
+    if device.type != "cpu":  # the current stream waits
+        return end()
+    ending = call_in_thread(end, "fastpipe-outputs")
+    for pause in waiting(steps.ranks.timeout, steps.control.lost):
+        if wait([ending], pause).done:
+            break
+    steps.control.exchange("outputs", {})  # names a rank that does not come here
+    try:
+        ending.result(timeout=0)
+    except (RuntimeError, TimeoutError) as error:
+        raise FailureError(Failure(None, f"outputs were not gathered: {cause_text(error)}", is_fatal=True)) from error

@@ -209,6 +209,7 @@ class Steps:
         self._flags: tuple[bool, ...] = ()
         self.loss_scale: Callable[[], torch.Tensor] | None = None
         self.broken: Failure | None = None
+        self._part_of = ""
         self._has_separate_grads = False  # by `StageCopies.before_step` of this step
         self._outputs = OutputExchange(control, device, ranks.device_events)
         # the watcher's thread holds this, and must not hold the stages
@@ -277,12 +278,14 @@ class Steps:
         """Take the inputs on every process; if one fails, all raise."""
         errors: list[BaseException] = []
         inputs = Inputs()
-        message: Reply = {"call": _call_text(request) + self.random.call_text(self.audit is not None)}
+        message: Reply = {"call": self._part_of + _call_text(request) + self.random.call_text(self.audit is not None)}
         try:
             message["changes"] = self.copies.prepare()
             self.check_filled()
             self.ranks.check_modes()
-            self.programs.program(request.num_microbatches, not request.training)
+            program = self.programs.program(request.num_microbatches, not request.training)
+            if request.output_grad is not None and program.forward_only:
+                raise ValueError(f"output_grad: {program.name} has no backward; leave it out")
             self.random.check_free(self._has_pairs(request))
             for stage in self.stages:
                 if stage.parallel is not None:
@@ -304,13 +307,14 @@ class Steps:
             errors.append(error)
         message["kwargs"] = inputs.given()
         replies = self._agree(message, errors, "refused its input")
-        self._check_replies(request, replies)
-        if self.ranks.pairs.way == IN_TURNS:
-            usages = [RngUsage(*reply["random"]) for reply in (*replies, *self.control.elsewhere)]
-            self.random.elsewhere = reduce(operator.or_, usages)
-        self.copies.agreed()
-        if self.unfilled is not None:
-            self._use_values()
+        with self._published(ValueError):
+            self._check_replies(request, replies)
+            if self.ranks.pairs.way == IN_TURNS:
+                usages = [RngUsage(*reply["random"]) for reply in (*replies, *self.control.elsewhere)]
+                self.random.elsewhere = reduce(operator.or_, usages)
+            self.copies.agreed()
+            if self.unfilled is not None:
+                self._use_values()
         return inputs, replies
 
     def check_filled(self) -> None:
@@ -436,18 +440,22 @@ class Steps:
         """The program of a step, with its executors and the replicas of its stages up to date."""
         program = self.programs.program(request.num_microbatches, not request.training)
         if not self.ranks.has(program):
-            prepare_together(self.control, lambda: self.ranks.prepare(program))
+            with self._published():
+                prepare_together(self.control, lambda: self.ranks.prepare(program))
         if any(reply["unreduced"] for reply in replies):
             update_replicas(self.control, self.ranks, self.stages, program)
             self._reset_signatures()
         return program
 
     @contextlib.contextmanager
-    def _published(self) -> Iterator[None]:
+    def _published(self, *refusals: type[Exception]) -> Iterator[None]:
         """Context in which other processes may wait for this one: the agreement on a step, and from there to its end.
 
         Executors and `_finish` report failures within a step, after which the next one works. Any other exception is
         published at once and ends the pipeline, as the progress of the other processes is unknown.
+
+        Args:
+            refusals: exceptions that all processes raise.
         """
         try:
             yield
@@ -457,7 +465,7 @@ class Steps:
                 raise FailureError(reported) from error
             raise
         except BaseException as error:  # raised again, after it is published
-            if not self.control.is_alone:
+            if not self.control.is_alone and not isinstance(error, refusals):
                 failure = replace(failure_of(error, self.ranks.first), is_fatal=True)
                 self.control.publish(failure)
                 self._break(failure)
@@ -696,6 +704,15 @@ class Steps:
                 self.watchdog.phase = f"is in {call}"
                 then(replies)
             return replies
+
+    @contextlib.contextmanager
+    def part_of(self, call: str) -> Iterator[None]:
+        """Context of a call that runs steps: a step of another rank that is not part of the same call is refused."""
+        self._part_of = f"{call}: "
+        try:
+            yield
+        finally:
+            self._part_of = ""
 
     def attend(self, work: Callable[[], None]) -> None:
         """Run collective work of another library, of any duration, unless a process is lost.
