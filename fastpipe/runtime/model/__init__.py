@@ -56,6 +56,7 @@ from fastpipe.runtime.model.cuts import (
 )
 from fastpipe.runtime.model.modules import (
     NamedParameter,
+    OtherLayers,
     Stages,
     Unfilled,
     assignable,
