@@ -45,6 +45,7 @@ from fastpipe.runtime.data_parallel import (
 from fastpipe.runtime.executor import Executor, LocalRanks, RecordedRanks, executor_class, why_not
 from fastpipe.runtime.model import (
     MEASURED,
+    OtherLayers,
     Stages,
     Tie,
     Unfilled,
@@ -292,6 +293,7 @@ class LocalStages:
     declared_ties: Sequence[Sequence[str]] | None
     on_meta: bool
     audited: dict[int, Stage]
+    others: OtherLayers
 
     @property
     def stages(self) -> list[Stage]:
@@ -327,6 +329,7 @@ def build_stages(
     copies = {index: skeleton(module) for index, module in every.items()}
     modules = own_modules(build_modules(layers, placement.num_stages, local, model.partition))
     check_device(modules, world.device)
+    others = OtherLayers(layers, modules)
     ties = find_ties(layers, modules, placement.num_stages, model.partition, tied)
     share(ties, modules)
     on_meta_here = [index for index, module in modules.items() if on_meta([module])]
@@ -354,6 +357,7 @@ def build_stages(
         declared_ties=tied,
         on_meta=bool(on_meta_here),
         audited=stages_of(copies),
+        others=others,
     )
     if world.is_single_process:
         _set_later(made.stages, [_names_taken(made.stages)])
@@ -577,6 +581,7 @@ def make_steps(
         copies,
         random,
         unfilled,
+        local.others,
         forward_only=forward_only,
         warn_after=execution.checked_warn_after(),
         audit=audit,

@@ -131,3 +131,48 @@ def test_a_scripted_module_that_is_held_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="Sequential is a scripted module"):
         Pipeline(layers, "dualpipe", COUNT, squared, num_ranks=2)
     Pipeline(layers, "1f1b", COUNT, squared, num_ranks=2).step(torch.randn(8, WIDTH), target=torch.randn(8, WIDTH))
+
+
+class Hiding(nn.Module):
+    """Trains a tensor that is none of its parameters."""
+
+    def __init__(self, tensor: torch.Tensor | nn.Module) -> None:
+        super().__init__()
+        self.hidden = [tensor]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.hidden[0]
+        return x * (hidden.weight[0] if isinstance(hidden, nn.Linear) else hidden)
+
+
+def test_a_hidden_tensor_that_is_trained_is_refused() -> None:
+    linear = nn.Linear(WIDTH, WIDTH)
+    for tensor in (torch.ones(WIDTH, requires_grad=True), linear):
+        with pytest.raises(ValueError, match="hidden of a Hiding holds a tensor that requires a gradient"):
+            Pipeline([linear, Hiding(tensor)], "dualpipe", COUNT, squared, num_ranks=2)
+    layers = [Block(), Hiding(torch.ones(WIDTH))]
+    Pipeline(layers, "dualpipe", COUNT, squared, num_ranks=2)
+
+
+def test_parameters_that_come_or_go_later_are_refused() -> None:
+    x = torch.randn(2 * COUNT, WIDTH)
+    for change, name in (
+        (lambda linear: setattr(linear, "bias", None), "bias"),
+        (lambda linear: linear.register_parameter("scale", nn.Parameter(torch.ones(1))), "scale"),
+    ):
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        pipe = Pipeline(layers, "dualpipe", COUNT, squared, num_ranks=2)
+        change(layers[0])
+        with pytest.raises(ValueError, match=f"the parameter {name} of a Linear was added or removed since"):
+            pipe.step(x, target=x)
+
+
+def test_an_exported_module_may_be_held_twice() -> None:
+    rows = {0: torch.export.Dim("rows", max=64)}
+    torch.manual_seed(0)
+    blocks, x = [Block(), Block()], torch.randn(2 * COUNT, WIDTH)
+    layers = [torch.export.export(block, (x,), dynamic_shapes=(rows,)).module() for block in blocks]
+    losses = [
+        Pipeline(each, "dualpipe", COUNT, squared, num_ranks=2).step(x, target=x).loss for each in (layers, blocks)
+    ]
+    assert torch.equal(*losses)

@@ -125,3 +125,34 @@ def test_a_hook_on_one_rank_is_an_error_on_all() -> None:
     ((x, y),) = batches(1, 9)
     said = f"{EMBEDDING} has a hook of register_post_accumulate_grad_hook"
     refuses(lambda: pipe.step(x, target=y), said, on=1)
+
+
+class HiddenHead(nn.Module):
+    """Multiplies with the weight of another layer that torch does not know as this module's."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.hidden = [embedding]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.hidden[0].weight.t()
+
+
+@pytest.mark.parametrize("way", ["penalty", "hidden"])
+@on_ranks(2)
+def test_a_weight_of_another_rank_that_gets_a_gradient_here_is_named(way: str) -> None:
+    embedding = nn.Embedding(13, 4)
+    layers = [embedding, nn.Linear(4, 4), nn.Tanh(), HiddenHead(embedding) if way == "hidden" else nn.Linear(4, 13)]
+
+    def penalized(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return loss_fn(output, target) + 0.01 * sum(p.square().sum() for layer in layers for p in layer.parameters())
+
+    x = torch.arange(24).reshape(8, 3) % 13
+    loss_fn(nn.Sequential(*layers)(x), x).backward()  # as for a comparison with the unsplit model
+    pipe = Pipeline(layers, "1f1b", 4, penalized if way == "penalty" else loss_fn)
+    pipe.eval_step(x, target=x)
+    for _ in range(2):
+        refuses(lambda: pipe.step(x, target=x), "uses 0.weight.*, of layers that other ranks compute", on=1)
+    if way == "penalty":
+        layers[:2] = [layer.requires_grad_(False) for layer in layers[:2]]
+        pipe.step(x, target=x)

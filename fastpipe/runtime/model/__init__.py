@@ -53,6 +53,7 @@ from fastpipe.runtime.model.cuts import (
 )
 from fastpipe.runtime.model.modules import (
     NamedParameter,
+    OtherLayers,
     Stages,
     Unfilled,
     assignable,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
@@ -265,6 +265,29 @@ def check_no_post_hooks(module: nn.Module) -> None:
             )
 
 
+def check_registered(module: nn.Module) -> None:
+    """Refuse a tensor that is trained and that torch does not know as a parameter of the stage: the halves of its
+    gradient would not be added, and a copy would not follow it."""
+    registered = {id(parameter) for parameter in module.parameters()}
+    for inner in module.modules():
+        for name, value in vars(inner).items():
+            if name not in torch_private.MEMBERS and any(id(t) not in registered for t in _trained_in(value)):
+                raise ValueError(
+                    f"stages: {name} of a {type(inner).__name__} holds a tensor that requires a gradient and is no "
+                    "parameter of its stage, and the schedule holds this stage twice: assign the Parameter, or its "
+                    "module, as an attribute of the layer by itself (a list hides it), or use a schedule that holds "
+                    "every stage once"
+                )
+
+
+def _trained_in(value: Any) -> Iterator[torch.Tensor]:
+    """The trained tensors, and those of modules, in an attribute."""
+    for leaf in pytree.tree_leaves(value):
+        for tensor in leaf.parameters() if isinstance(leaf, nn.Module) else (leaf,):
+            if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad:
+                yield tensor
+
+
 class LocalCopies(StageCopies):
     """Both holders are in this process."""
 
@@ -280,17 +303,26 @@ class LocalCopies(StageCopies):
         self.modules = [pair for a, b in pairs for pair in zip(a.modules(), b.modules(), strict=True)]
         self._made = {id(original): copied for original, copied in self.modules}
         self._children = [dict(children_of(original)) for original, _ in self.modules]
-        # entries that are copies in the copy; hooks are the original's, so that they are called for both halves
-        self._seen = [{k: v for k, v in vars(a).items() if k not in TORCHS_OWN} for a, _ in self.modules]
+        # entries that are copies in the copy (a GraphModule's lacks some); hooks are the original's, so that they are
+        # called for both halves
+        self._seen = [
+            {k: v for k, v in vars(a).items() if k not in TORCHS_OWN and k in vars(b)} for a, b in self.modules
+        ]
         self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.kept: list[torch.Tensor | None] = []
 
     def prepare(self) -> Changes:
         """Refuse changes that the copies cannot follow."""
-        for (original, _), children in zip(self.modules, self._children, strict=True):
-            if children_of(original) != children:
+        for (original, copied), children in zip(self.modules, self._children, strict=True):
+            changed = _names_of_parameters(original) ^ _names_of_parameters(copied)
+            if children_of(original) != children or changed:
+                what = (
+                    f"the parameter {min(changed)} of a {{}} was added or removed"
+                    if changed
+                    else ("a part of a {} was replaced")
+                )
                 raise ValueError(
-                    f"stages: a part of a {type(original).__name__} was replaced since the Pipeline was built, and the "
+                    f"stages: {what.format(type(original).__name__)} since the Pipeline was built, and the "
                     "schedule holds its stage twice; build a new Pipeline"
                 )
             check_no_post_hooks(original)
@@ -342,6 +374,10 @@ class LocalCopies(StageCopies):
             first.grad = accumulated(kept, added(first.grad, second.grad))
             second.grad = None
         self.kept = []
+
+
+def _names_of_parameters(module: nn.Module) -> set[str]:
+    return {name for name, parameter in parameters_of(module).items() if parameter is not None}
 
 
 def _pairs_of_parameters(modules: Sequence[tuple[nn.Module, nn.Module]]) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -468,6 +504,8 @@ def make_copies(
     doubled = [s for s in range(placement.num_stages) if len(holders_of(placement, s)) > 1]
     if not doubled:
         return StageCopies()
+    for module in {id(own[s]): own[s] for own in modules.values() for s in doubled if s in own}.values():
+        check_registered(module)
     if exchange is None:
         ranks = {stage: holders_of(placement, stage) for stage in doubled}
         return LocalCopies([(modules[a][stage], modules[b][stage]) for stage, (a, b) in ranks.items()])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -86,6 +87,57 @@ def _from_mapping(stages: Mapping[int, nn.Module], num_stages: int, local: Seque
     if missing:
         raise ValueError(f"stages lacks stage {missing[0]}, which this process computes: it needs {list(local)}")
     return {stage: stages[stage] for stage in local}
+
+
+class OtherLayers:
+    """The layers of a list that other processes compute. Nothing in a step may use their parameters here: the gradient
+    would be lost, and the values are those of the beginning.
+
+    Args:
+        modules: the stages of this process.
+    """
+
+    def __init__(self, stages: Stages, modules: Mapping[int, nn.Module]) -> None:
+        layers = as_layers(stages)
+        own = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+        named = () if layers is None else layers.chain(range(len(layers))).named_parameters()
+        # the caller may let go of them
+        self._parameters = [(name, weakref.ref(parameter)) for name, parameter in named if id(parameter) not in own]
+        self._before: dict[str, tuple[int, int] | None] | None = None
+        self._is_unused = False
+
+    def begin(self, step: int) -> None:
+        """Note the gradients, until a step has used none, and in every 256th step."""
+        self._before = None if self._is_unused and step % 256 else self._grads()
+
+    def check(self) -> None:
+        """Refuse a step that has added to a gradient.
+
+        Raises:
+            ValueError: naming the parameter.
+        """
+        if self._before is None:
+            return
+        now = self._grads()
+        used = [name for name in now if now[name] != self._before[name]]
+        self._is_unused = not used
+        if used:
+            raise ValueError(
+                f"stages: loss_fn or a layer of this rank uses {listed(used)}, of layers that other ranks compute: "
+                "here these are copies that are never trained, and their gradient is lost. For a shared weight, assign "
+                "the Parameter or its module as an attribute of each layer that uses it (a list or a closure hides "
+                "it), so that it is tied; for a penalty, call fastpipe.add_loss in the layer that has the parameter, "
+                "or add the penalty's gradient to .grad after pipe.step"
+            )
+
+    def _grads(self) -> dict[str, tuple[int, int] | None]:
+        """Identity and version of every gradient."""
+        found = {}
+        for name, reference in self._parameters:
+            parameter = reference()
+            grad = None if parameter is None else parameter.grad
+            found[name] = None if grad is None else (id(grad), version_of(grad))
+        return found
 
 
 def find_ties(

@@ -40,7 +40,7 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.coordination import Control, Cores, Reply, exchange_or_refuse, prepare_together, sharing_batch
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
-from fastpipe.runtime.model import StageCopies, Unfilled, check_changes, flags_of
+from fastpipe.runtime.model import OtherLayers, StageCopies, Unfilled, check_changes, flags_of
 from fastpipe.runtime.stage import IN_TURNS, NoLoss, RandomNumbers, RngUsage, Stage, StageWork
 from fastpipe.runtime.step.audit import Audit
 from fastpipe.runtime.step.inputs import (
@@ -166,6 +166,7 @@ class Steps:
     Args:
         copies: handles stages that two ranks hold.
         unfilled: the stages of a pipeline that was built on meta, until its first step.
+        others: the layers that other processes compute.
         warn_after: seconds after which a step is reported that has not ended.
         audit: of parts of steps, on another rank; None without.
 
@@ -185,7 +186,8 @@ class Steps:
         control: Control,
         copies: StageCopies,
         random: RandomNumbers,
-        unfilled: Unfilled | None = None,
+        unfilled: Unfilled | None,
+        others: OtherLayers,
         *,
         forward_only: bool,
         warn_after: float = float("inf"),
@@ -200,6 +202,7 @@ class Steps:
         self.copies = copies
         self.random = random
         self.unfilled = unfilled
+        self.others = others
         self.audit = audit
         self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
@@ -519,6 +522,7 @@ class Steps:
         self.copies.follow()
         if request.training:
             self.copies.before_step()
+            self.others.begin(self.control.step)
             self._has_separate_grads = True
         guards = self.random.begin(request.training, self._flags, self._has_pairs(request))
         for stage in stages:
@@ -543,6 +547,8 @@ class Steps:
         try:
             if outcome.failure is None:
                 self.copies.check_unwritten()
+                if request.training:
+                    self.others.check()
             report = self._report(outcome, trace)
             # a report of losses waits for the device; if a rank was lost meanwhile, its values are invalid
             if outcome.failure is None and not self.ranks.check(outcome):
