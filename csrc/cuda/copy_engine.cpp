@@ -216,6 +216,7 @@ class CudaStream : public CopyQueue {
   void follow(cudaStream_t stream) { stream_ = stream; }
 
  protected:
+  int device() const { return device_; }
   cudaStream_t stream() const { return stream_; }
 
  private:
@@ -242,13 +243,10 @@ cudaStream_t make_stream(int device) {
 // Its own. Work that it still has goes on when it is destroyed.
 class OwnStream final : public CudaStream {
  public:
-  OwnStream(int device, const StreamFlags& flags) : CudaStream(device, flags, make_stream(device)), device_(device) {}
+  OwnStream(int device, const StreamFlags& flags) : CudaStream(device, flags, make_stream(device)) {}
   ~OwnStream() override {
-    release_on(device_, [this] { cudaStreamDestroy(stream()); });
+    release_on(device(), [this] { cudaStreamDestroy(stream()); });
   }
-
- private:
-  int device_;
 };
 
 class CudaCopyEngine final : public CopyEngine {
