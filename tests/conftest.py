@@ -134,7 +134,8 @@ def the_process_is_left_as_it_was(request: pytest.FixtureRequest, caplog: pytest
     generator = torch.get_rng_state() if torch else None
     before = State.now()
     yield
-    request.node.funcargs.clear()  # what fixtures gave, pipelines say, is let go
+    # what fixtures gave, pipelines say, is let go; None if Ctrl-C ends the test
+    (request.node.funcargs or {}).clear()
     for phase in ("setup", "call"):  # DCP logs exceptions as objects, whose tracebacks hold pipelines
         caplog.get_records(phase).clear()
     if torch:

@@ -171,6 +171,7 @@ def _find_world(arguments: Arguments) -> World:
     meets = valid(execution.other_dimensions, {}) if group is not None else {}
     if member.size > 1 or meets:  # also of one rank, whose stages meet those of other pipelines
         pipelines = valid(execution.pipelines, {}) if meets else {}
+        member = member.named()
         control = _control(member, member.store(), timeout, here, pipelines)
     cores = valid(lambda: find_cores(member.size, device), Cores())
     return World(device, timeout, member, here, control, cores, errors)

@@ -37,7 +37,7 @@ def way(request: pytest.FixtureRequest) -> str:
 @contextmanager
 def control(way: str, timeout: float = 20.0, *, bells: bool = True) -> Iterator[Processes]:
     """This process's, connected to the others."""
-    member = membership(None, torch.device("cpu"))
+    member = membership(None, torch.device("cpu")).named()
     made = Processes(member.store(), member.rank, member.size, timeout, ranks_per_host())
     if way == "store":
         made._shared_gather.offer = lambda: {"no_board": "a test"}  # type: ignore[method-assign]

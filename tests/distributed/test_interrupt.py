@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -246,14 +247,16 @@ def ended_between_agreement_and_program(owner: str, name: str, way: dict[str, st
     pipe = Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, **way)
     batch = case.batches(1, rows_for(COUNT))[0]
     pipe.step(*batch.args, target=batch.target)
-    fault = mock.patch.object(getattr(pipe._steps, owner), name, side_effect=Ended)
+    fault = mock.patch.object(attrgetter(owner)(pipe._steps), name, side_effect=Ended)
     with fault if dist.get_rank() == 0 else contextlib.nullcontext(), pytest.raises((Ended, StepError)) as caught:
         pipe.eval_step(*batch.args, target=batch.target)
     return caught.type.__name__, str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("way", "owner", "name"), [(WAYS[0], "copies", "agreed"), (WAYS[1], "ranks", "prepare")], indirect=["way"]
+    ("way", "owner", "name"),
+    [(WAYS[0], "copies", "agreed"), (WAYS[1], "ranks", "prepare"), (WAYS[0], "ranks.executor", "run")],
+    indirect=["way"],
 )
 def test_a_handler_that_raises_before_the_program(owner: str, name: str, way: dict[str, str]) -> None:
     """The others do not wait for it until the timeout."""

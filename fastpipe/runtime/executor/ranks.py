@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from contextvars import copy_context
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -440,7 +440,12 @@ class LocalRanks:
             spans: tuple[Seconds, Seconds] | None = executor.run(*how)
         except BaseException as error:  # the step's outcome
             failure = failure_of(error, executor.rank)
-            self._note(failure, error, failure)
+            with self._lock:
+                is_published = self._outcome.failure is not None
+            if is_published or isinstance(error, FailureError):
+                self._note(failure, error, failure)
+            else:  # not of an instruction: nothing was drained, and other ranks wait for messages
+                self._publish(replace(failure, is_fatal=True), error)
             return None
         if spans is not None:
             with self._lock:

@@ -40,7 +40,7 @@ from fastpipe.runtime.common import (
 from fastpipe.runtime.coordination import Identity, RanksPerHost, check_job, identify, name_attempt, shares_store
 
 logger = logging.getLogger("fastpipe")
-_made: Counter[tuple[int, ...]] = Counter()
+_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 _attempts: dict[tuple[int, ...], str] = {}
 """The prefix of the keys of this attempt, by members."""
 _side_groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -57,6 +57,7 @@ class Membership:
         ranks: global ranks of the members.
         lost: returns the failure of a member, if any; polled while waiting for members to connect.
         attempt: the prefix of all keys; see `name_attempt`.
+        name: of the pipeline's keys; one for each construction, as a failed one ends at another point on each member.
     """
 
     rank: int = 0
@@ -66,6 +67,7 @@ class Membership:
     lost: Callable[[], Failure | None] = lambda: None
     timeout: float = 600.0
     attempt: str = ""
+    name: str = ""
 
     @property
     def size(self) -> int:
@@ -73,13 +75,17 @@ class Membership:
         return len(self.ranks)
 
     def store(self) -> Any:
-        """The group's store with a prefix for one pipeline. Members must create pipelines in the same order."""
-        return distributed_c10d.PrefixStore(self.attempt + _new_name(self.ranks), torch_private.default_store())
+        """The group's store with a prefix for one pipeline; see `named`."""
+        return distributed_c10d.PrefixStore(self.attempt + self.name, torch_private.default_store())
+
+    def named(self) -> Membership:
+        """The same, with the name of one more pipeline. Members must create pipelines in the same order."""
+        return replace(self, name=_new_name("pipeline", self.ranks))
 
     def among(self, ranks: tuple[int, ...], rank: int) -> Membership:
         """This process's membership of the processes of several pipelines, which come together."""
         attempt = _write_identity(ranks, self.timeout)
-        return replace(self, rank=rank, group=None, ranks=ranks, attempt=attempt)
+        return replace(self, rank=rank, group=None, ranks=ranks, attempt=attempt).named()
 
     def check_job(self) -> None:
         """Raise ValueError if the members are of different jobs."""
@@ -142,7 +148,7 @@ def _write_identity(ranks: tuple[int, ...], timeout: float) -> str:
 def registered_group(group: Any, backend: str, timeout: timedelta) -> Any:
     """Another group of the same processes, for torch's collectives. Members must create them in the same order."""
     ranks = dist.get_process_group_ranks(group)
-    return torch_private.registered_group(ranks, backend, _new_name(tuple(ranks)), timeout)
+    return torch_private.registered_group(ranks, backend, _new_name("group", tuple(ranks)), timeout)
 
 
 def side_group(purpose: str, group: Any, timeout: float) -> Any:
@@ -163,11 +169,11 @@ def side_group(purpose: str, group: Any, timeout: float) -> Any:
     return made[purpose]
 
 
-def _new_name(ranks: tuple[int, ...]) -> str:
-    """A name that is unique, and the same on all of these processes."""
-    number = _made[ranks]
-    _made[ranks] += 1
-    return f"fastpipe/{_digest(ranks)}/{number}"
+def _new_name(kind: str, ranks: tuple[int, ...]) -> str:
+    """A name that is unique, and the same on all of these processes if they have made as many of this kind."""
+    number = _made[kind, ranks]
+    _made[kind, ranks] += 1
+    return f"fastpipe/{kind}/{_digest(ranks)}/{number}"
 
 
 def _digest(ranks: tuple[int, ...]) -> str:
@@ -327,15 +333,16 @@ class OwnGroups:
     """Groups that a pipeline creates of its own processes. Collective: all processes create them together.
 
     Args:
+        names: the first one is of no other groups of the pipeline.
         timeout: limit of waits for a peer.
 
     Attributes:
         groups: the groups in order of the names; empty after the end.
     """
 
-    def __init__(self, member: Membership, names: Iterable[str], timeout: timedelta) -> None:
+    def __init__(self, member: Membership, names: Sequence[str], timeout: timedelta) -> None:
         self._member = member
-        self._store = member.store()
+        self._store = distributed_c10d.PrefixStore(f"groups/{names[0]}", member.store())
         self._seconds = min(timeout.total_seconds(), _CLOSING)
         make = functools.partial(make_group, member, self._store)
         self.groups = [make(name, timeout) for name in names]
