@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -256,6 +257,11 @@ def take_inputs(request: Request, batch: BatchArguments, stages: Sequence[Stage]
     """
     if request.target is not None and request.output_grad is not None:
         raise ValueError("target and output_grad are both given: pass a target for loss_fn, or the outputs' gradients")
+    if request.index is not None and not isinstance(request.index, Integral):
+        raise ValueError(
+            f"index is a {type(request.index).__name__}: it is the number of the batch, an int, and no layer gets it; "
+            "rename an argument of a layer that has this name"
+        )
     rules, loss_fn, reduction = batch.split, batch.loss_fn, batch.loss_reduction
     inputs = Inputs(unknown=_unknown_names(rules, request, stages))
     count = request.num_microbatches
