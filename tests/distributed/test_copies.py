@@ -150,8 +150,9 @@ def test_a_hidden_tensor_that_is_trained_is_refused() -> None:
     for tensor in (torch.ones(WIDTH, requires_grad=True), linear):
         with pytest.raises(ValueError, match="hidden of a Hiding holds a tensor that requires a gradient"):
             Pipeline([linear, Hiding(tensor)], "dualpipe", COUNT, squared, num_ranks=2)
-    layers = [Block(), Hiding(torch.ones(WIDTH))]
-    Pipeline(layers, "dualpipe", COUNT, squared, num_ranks=2)
+    normed = nn.utils.parametrizations.weight_norm(nn.LSTM(WIDTH, WIDTH), "weight_hh_l0")
+    for layers in ([Block(), Hiding(torch.ones(WIDTH))], [Block(), normed]):
+        Pipeline(layers, "dualpipe", COUNT, squared, num_ranks=2)
 
 
 def test_parameters_that_come_or_go_later_are_refused() -> None:

@@ -294,6 +294,11 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.step(X, target=Y),
         r"merge\[99\]: the model has no such output; its outputs are \[0\]",
     ),
+    "a tensor where the number of the batch goes": (
+        {},
+        lambda p: p.step(X, target=Y, index=torch.arange(len(X))),
+        "index is a Tensor: it is the number of the batch",
+    ),
     "what cannot be handed on": (
         {"stages": [Block(), Wordy(), Block(), Block()]},
         lambda p: p.step(X, target=Y),

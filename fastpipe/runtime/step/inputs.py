@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -248,16 +249,26 @@ def _layout(tensor: torch.Tensor) -> tuple[int, ...] | torch.layout | None:
     return None if tensor.is_nested or tensor.is_contiguous() else tensor.stride()
 
 
+def _check_request(request: Request, batch: BatchArguments) -> None:
+    """Refuse arguments that exclude each other, or are of the wrong kind."""
+    if request.target is not None and request.output_grad is not None:
+        raise ValueError("target and output_grad are both given: pass a target for loss_fn, or the outputs' gradients")
+    if request.gathers_outputs and not batch.keeps_outputs:
+        raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
+    if request.index is not None and not isinstance(request.index, Integral):
+        raise ValueError(
+            f"index is a {type(request.index).__name__}: it is the number of the batch, an int, and no layer gets it; "
+            "rename an argument of a layer that has this name"
+        )
+
+
 def take_inputs(request: Request, batch: BatchArguments, stages: Sequence[Stage]) -> Inputs:
     """Split the inputs of the local stages. Other inputs are not touched, so iterators do not advance on other ranks.
 
     Raises:
         ValueError: naming the argument, its value, and what to give.
     """
-    if request.target is not None and request.output_grad is not None:
-        raise ValueError("target and output_grad are both given: pass a target for loss_fn, or the outputs' gradients")
-    if request.gathers_outputs and not batch.keeps_outputs:
-        raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
+    _check_request(request, batch)
     rules, loss_fn, reduction = batch.split, batch.loss_fn, batch.loss_reduction
     inputs = Inputs(unknown=_unknown_names(rules, request, stages))
     count = request.num_microbatches
