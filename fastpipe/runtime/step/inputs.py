@@ -255,9 +255,10 @@ def _check_request(request: Request, batch: BatchArguments) -> None:
         raise ValueError("target and output_grad are both given: pass a target for loss_fn, or the outputs' gradients")
     if request.gathers_outputs and not batch.keeps_outputs:
         raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
-    if request.index is not None and not isinstance(request.index, Integral):
+    index: Any = request.index
+    if index is not None and not isinstance(index, Integral):
         raise ValueError(
-            f"index is a {type(request.index).__name__}: it is the number of the batch, an int, and no layer gets it; "
+            f"index is a {type(index).__name__}: it is the number of the batch, an int, and no layer gets it; "
             "rename an argument of a layer that has this name"
         )
 
