@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import fastpipe
 from fastpipe import Pipeline, make_schedule
+from fastpipe.runtime import pipeline, tune
 from fastpipe.runtime.model.chain import Chain
-from fastpipe.runtime.tune import profiling, replanning
 from tests.conftest import WAYS
 from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_step import refuses
@@ -84,7 +84,7 @@ def test_whoever_cannot_profile_is_an_error_for_all() -> None:
         (pipe.profile, partial(pipe.profile, num_steps=0)),
     ):
         refuses(lambda calls=calls: calls[rank](x, target=target), "the ranks do not make the same call")
-    with mock.patch.object(profiling, "Meters", side_effect=MemoryError) if rank else contextlib.nullcontext():
+    with mock.patch.object(tune, "metered", side_effect=MemoryError) if rank else contextlib.nullcontext():
         if rank:
             with pytest.raises(MemoryError):
                 pipe.profile(x, target=target)
@@ -98,7 +98,7 @@ def test_whoever_cannot_follow_a_plan_keeps_all_at_the_former_one() -> None:
     pipe = Pipeline(case.layers(8), "1f1b", 4, squared)
     given = case.batches(1, 8)[0]
     other = make_schedule("gpipe", num_ranks=2, num_microbatches=4)
-    failing = mock.patch.object(replanning, "successor", side_effect=MemoryError("no room"))
+    failing = mock.patch.object(pipeline, "successor", side_effect=MemoryError("no room"))
     with failing if rank else contextlib.nullcontext():
         refuses(lambda: pipe.replan(other), "no room", on=1, kind=MemoryError)
     assert pipe.schedule.name == "1f1b"

@@ -247,7 +247,9 @@ class Sharded(DataParallel):
                 if failure is None:
                     raise FailureError(Failure(None, cause))
             elif ends_alike:
-                self._compare(failure, deadline)
+                # steps that only accumulate do not wait for their kernels
+                with contextlib.nullcontext() if self._reduces else self._aside:
+                    self._compare(failure, deadline)
 
     def _end_backward(self) -> None:
         for context, _ in self._last:

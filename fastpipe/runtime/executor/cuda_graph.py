@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastpipe.program import Program
-from fastpipe.runtime.common import cause_text, pytree, torch_private
+from fastpipe.runtime.common import Failure, cause_text, pytree, torch_private
 from fastpipe.runtime.executor.ranks import LocalRanks, Outcome
 from fastpipe.runtime.model import StageCopies
 from fastpipe.runtime.stage import Stage, StageWork
@@ -382,6 +382,13 @@ class RecordedRanks(LocalRanks):
         """See `LocalRanks._failed`; not published while recording, as the step runs again."""
         if not self._is_recording:
             super()._failed(program, rank, position, error)
+
+    def _publish(self, failure: Failure, error: BaseException) -> None:
+        """See `LocalRanks._publish`; not published while recording."""
+        if self._is_recording:
+            self._note(failure, error, failure)
+        else:
+            super()._publish(failure, error)
 
 
 def _host_state(works: Sequence[StageWork], given: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> _Key:

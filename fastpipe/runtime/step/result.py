@@ -460,27 +460,38 @@ def gather_outputs(steps: Steps, member: Membership, device: torch.device, own: 
             packed[i] = dense_all(to_tensors({"output": output}, {}, stage.index, mesh=stage.mesh))
         return {"outputs": [[i, [[dtype_name(t.dtype), t.shape] for t in tensors]] for i, tensors in packed.items()]}
 
-    outputs = dict(own)
+    arrived: dict[int, Tensors] = {}
 
     def receive(replies: Sequence[Reply]) -> None:
-        works: list[Any] = []
-        arriving: dict[int, Tensors] = {}
-        for rank, reply in enumerate(replies):
-            for i, received in reply["outputs"]:
-                tensors = packed.get(i, ())
-                if rank != member.rank:
-                    tensors = tuple(
-                        torch.empty(shape, dtype=dtype_of(dtype), device=device) for dtype, shape in received
-                    )
-                    arriving[i] = tensors
-                works += [_broadcast(tensor, member, rank) for tensor in tensors if tensor.numel()]
-        _await_all(works, steps, member.device)
-        for i, tensors in arriving.items():
-            ((value,), _) = from_tensors(tensors, mesh=stage.mesh)
-            outputs[i] = value["output"]
+        try:
+            arrived.update(_received(replies, packed, member, device, steps))
+        except FailureError:
+            raise
+        except RuntimeError as error:  # others may wait for this rank
+            raise FailureError(Failure(member.rank, cause_text(error), is_fatal=True)) from error
 
     steps.all_gather("gather_outputs", headers, receive)
+    outputs = dict(own)
+    for i, tensors in arrived.items():
+        ((value,), _) = from_tensors(tensors, mesh=stage.mesh)
+        outputs[i] = value["output"]
     return outputs
+
+
+def _received(
+    replies: Sequence[Reply], packed: Mapping[int, Tensors], member: Membership, device: torch.device, steps: Steps
+) -> dict[int, Tensors]:
+    """The tensors of other ranks' outputs, by microbatch; ``packed`` are this rank's, for the others."""
+    works, arriving = [], {}
+    for rank, reply in enumerate(replies):
+        for i, received in reply["outputs"]:
+            tensors = packed.get(i, ())
+            if rank != member.rank:
+                tensors = tuple(torch.empty(shape, dtype=dtype_of(dtype), device=device) for dtype, shape in received)
+                arriving[i] = tensors
+            works += [_broadcast(tensor, member, rank) for tensor in tensors if tensor.numel()]
+    _await_all(works, steps, member.device)
+    return arriving
 
 
 def _broadcast(tensor: torch.Tensor, member: Membership, rank: int) -> Any:
@@ -510,5 +521,8 @@ def _await_all(works: Sequence[Any], steps: Steps, device: torch.device) -> None
     steps.control.exchange("outputs", {})  # names a rank that does not come here
     try:
         ending.result(timeout=0)
-    except (RuntimeError, TimeoutError) as error:
-        raise FailureError(Failure(None, f"outputs were not gathered: {cause_text(error)}", is_fatal=True)) from error
+    except TimeoutError:
+        cause = f"outputs were not gathered within {steps.ranks.timeout:g} s"
+        raise FailureError(Failure(None, cause, is_fatal=True)) from None
+    finally:
+        del ending  # its exception holds this frame

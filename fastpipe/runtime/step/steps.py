@@ -312,6 +312,7 @@ class Steps:
         replies = self._agree(message, errors, "refused its input")
         with self._published(ValueError):
             self._check_replies(request, replies)
+        with self._published():
             if self.ranks.pairs.way == IN_TURNS:
                 usages = [RngUsage(*reply["random"]) for reply in (*replies, *self.control.elsewhere)]
                 self.random.elsewhere = reduce(operator.or_, usages)

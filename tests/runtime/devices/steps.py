@@ -72,6 +72,7 @@ RECORDED = {
     "two ranks, split, recorded": Case("zbv", 2, {}, {}),
     "pairs on two ranks, recorded": Case("dualpipev", 2, {}, {}),
     "a host that waits": Case("interleaved_1f1b", 1, {"stages_per_rank": 2}, {"block": "Waiting"}),
+    "a host that waits, beside another": Case("1f1b", 2, {}, {"block": "Refused"}),
 }
 """Whose later steps are recorded and replayed."""
 
@@ -116,6 +117,15 @@ class Waiting(Block):
         return super().forward(x)
 
 
+class Refused(Block):
+    """As with CUDA: what makes the host wait raises while a step is recorded."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if FakeGraph.is_open:
+            raise RuntimeError("the host waits")
+        return super().forward(x)
+
+
 def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
     output = output["y"] if isinstance(output, dict) else output
     return ((output - target) ** 2).mean()
@@ -151,7 +161,7 @@ def arguments_of(case: Case) -> dict[str, Any]:
 def run_recorded(account: Any, case: Case) -> dict[str, Any]:
     """Steps on other numbers every time, beside those of the unsplit model; the last one adds to the gradients."""
     torch.manual_seed(0)
-    block = Waiting if case.arguments else Block
+    block = {"Waiting": Waiting, "Refused": Refused}.get(case.arguments.get("block", ""), Block)
     layers = [block(8).to(fake.NAME) for _ in range(NUM_LAYERS)]
     unsplit = nn.Sequential(*copy.deepcopy(layers))
     pipe = fastpipe.Pipeline(
@@ -186,6 +196,8 @@ def same(grad: torch.Tensor, other: torch.Tensor, step: int) -> bool:
 class FakeGraph(recording.CudaGraph):
     """A recording of the fake device."""
 
+    is_open = False
+
     def __init__(self, account: Any) -> None:
         self._account, self._tape = account, account.Recording()
 
@@ -193,9 +205,11 @@ class FakeGraph(recording.CudaGraph):
         assert torch.accelerator.current_stream() == stream
         before = self._account.faults()
         self._tape.begin()
+        FakeGraph.is_open = True
         try:
             work()
         finally:
+            FakeGraph.is_open = False
             self._tape.end()
         if self._account.faults() != before:
             raise RuntimeError(self._account.faults()[-1])
