@@ -17,7 +17,7 @@ from fastpipe import Pipeline, StepError
 from fastpipe.runtime.common.failure import Failure, FailureError
 from fastpipe.runtime.common.waits import pauses
 from fastpipe.runtime.step import result
-from tests.conftest import BOTH, skip_without_native
+from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import Ranks, ranks
 from tests.patience import PATIENCE
@@ -158,17 +158,20 @@ def test_a_rank_that_has_closed_its_pipeline_and_lives_is_named_at_once(
     assert all("closed the pipeline" in answer["text"] and answer["seconds"] < PATIENCE / 2 for answer in answers)
 
 
-@BOTH
+KILLS = [
+    (0, 3, "parent", {"schedule": "dualpipev"}),  # in the first step
+    (2, 2 * COUNT + 3, "parent", {}),
+    (3, -1, "parent", {}),  # between steps
+    # started by hand, rank 0 holds the store: with it the others lose their control plane, too
+    (0, COUNT + 3, "first", {}),
+]
+COALESCED: Any = (2, 2 * COUNT + 3, "parent", {"transport": "process_group_coalesced"})
+
+
 @pytest.mark.parametrize(
-    ("victim", "at_call", "host", "options"),
-    [
-        (0, 3, "parent", {"schedule": "dualpipev"}),  # in the first step
-        (2, 2 * COUNT + 3, "parent", {}),
-        (3, -1, "parent", {}),  # between steps
-        (2, 2 * COUNT + 3, "parent", {"transport": "process_group_coalesced"}),
-        # started by hand, rank 0 holds the store: with it the others lose their control plane, too
-        (0, COUNT + 3, "first", {}),
-    ],
+    ("victim", "at_call", "host", "options", "executor"),
+    [*((*kill, executor) for kill in KILLS for executor in ("native", "python")), (*COALESCED, "native")],
+    indirect=["executor"],
 )
 def test_killed(victim: int, at_call: int, host: str, options: Any, executor: str, tmp_path: Path) -> None:
     with ranks(SIZE, host=host) as group:
