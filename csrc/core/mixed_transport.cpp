@@ -20,9 +20,8 @@ namespace {
 // the proof. What is left to show is that a rank that blocks for the one keeps its promises to the other.
 // 1. While it blocks for a near message, far ones move by themselves, as they do under a rank that computes.
 // 2. While it blocks for a far message, shared memory needs it in two ways: to say which messages it holds on to, and
-// to
-//    copy what waits for room (see SharedMemoryTransport). So it says it before it blocks; and where something waits
-//    for room, which is rare, the helper blocks for the far message, and the rank copies.
+//    to copy what waits for room (see SharedMemoryTransport). So it says it before it blocks; and where something
+//    waits for room, which is rare, the helper blocks for the far message, and the rank copies.
 // 3. In a step that announces, far receives are made at their waits and near ones when they are posted. That is proved,
 //    too: the proof of receives at their waits holds for any that are made earlier, as no two channels share a lane.
 class MixedTransport final : public Transport {

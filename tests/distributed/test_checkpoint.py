@@ -5,8 +5,10 @@ import itertools
 import os
 import re
 import signal
+from contextlib import nullcontext as nothing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -267,3 +269,11 @@ def test_an_exception_that_cannot_be_sent_leaves_nobody_waiting(
 ) -> None:
     found = group_of(2).run(save_and_load, str(tmp_path / "a"), name, on_load)
     assert all(name in text for text in found), found
+
+
+@on_ranks(2)
+def test_no_room_for_the_copy_of_a_save_in_the_background_is_an_error_for_all() -> None:
+    pipe = pipeline("1f1b", None)
+    with mock.patch.object(checkpoint, "_copied", side_effect=MemoryError("no room")) if dist.get_rank() else nothing():
+        refuses(lambda: save_checkpoint("unused", pipe, asynchronous=True), "no room", on=1, kind=MemoryError)
+    pipe.step(torch.zeros(16, WIDTH), target=torch.zeros(16, WIDTH))

@@ -80,6 +80,7 @@ def test_whoever_cannot_profile_is_an_error_for_all() -> None:
     refuses(lambda: pipe.profile(iter([x]) if rank else x, target=target), "not iterators", on=1)
     for calls in (
         (pipe.step, pipe.profile),
+        (lambda x, target: fastpipe.check_parity(pipe, None, (x, target)), pipe.profile),
         (pipe.profile, pipe.profile_layers),
         (pipe.profile, partial(pipe.profile, num_steps=0)),
     ):
