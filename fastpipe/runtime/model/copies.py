@@ -317,13 +317,10 @@ class LocalCopies(StageCopies):
         for (original, copied), children in zip(self.modules, self._children, strict=True):
             changed = _names_of_parameters(original) ^ _names_of_parameters(copied)
             if children_of(original) != children or changed:
-                what = (
-                    f"the parameter {min(changed)} of a {{}} was added or removed"
-                    if changed
-                    else ("a part of a {} was replaced")
-                )
+                kind = type(original).__name__
+                what = f"the parameter {min(changed)} of a {kind} was added or removed" if changed else ""
                 raise ValueError(
-                    f"stages: {what.format(type(original).__name__)} since the Pipeline was built, and the "
+                    f"stages: {what or f'a part of a {kind} was replaced'} since the Pipeline was built, and the "
                     "schedule holds its stage twice; build a new Pipeline"
                 )
             check_no_post_hooks(original)

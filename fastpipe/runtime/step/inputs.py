@@ -21,6 +21,7 @@ from fastpipe.runtime.step.microbatch import (
     check_split_and_merge,
     count_rows,
     has_rule,
+    is_list_of_microbatches,
     lengths,
     rows_of_split,
     rule_for,
@@ -223,7 +224,7 @@ def signature_of(request: Request, inputs: Inputs, rules: Rules) -> tuple[Any, .
     taken += [("target", request.target, inputs.targets), ("output_grad", request.output_grad, inputs.output_grads)]
     found = []
     for key, value, microbatches in taken:
-        is_cut = not isinstance(value, list | Iterator) and not callable(rule_for(rules, key))
+        is_cut = not is_list_of_microbatches(value) and not callable(rule_for(rules, key))
         found.append((key, _form_of(value if is_cut and microbatches is not None else microbatches)))
     return tuple(found)
 
@@ -323,7 +324,7 @@ def _is_by_position(name: str, request: Request, stages: Sequence[Stage]) -> boo
 def _check_input(first: Stage, request: Request) -> None:
     """Refuse a step without an input that the first stage needs; tuples of a list may have several."""
     args = request.args
-    if any(isinstance(value, list | Iterator) for value in args):
+    if any(map(is_list_of_microbatches, args)):
         return
     is_nothing = bool(args) and all(value is None for value in args)
     given = 0 if is_nothing else len(args)
@@ -390,7 +391,7 @@ def _note_whole(
     for leaf, rows in lengths(value, rule_for(rules, key), name).items():
         if [rows, way] not in inputs.whole.values():
             inputs.whole[leaf] = [rows, way]
-    if request.training and request.num_microbatches > 1 and not isinstance(value, list | Iterator):
+    if request.training and request.num_microbatches > 1 and not is_list_of_microbatches(value):
         _check_history(value, name)
 
 

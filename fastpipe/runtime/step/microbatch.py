@@ -48,6 +48,11 @@ def _is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_list_of_microbatches(value: Any) -> bool:
+    """Whether a value has one item per microbatch, a list or an iterator, and is not a whole batch to be split."""
+    return isinstance(value, list | Iterator)
+
+
 def split_argument(value: Any, num_microbatches: int, rules: Rules, key: str | int, name: str) -> list[Any]:
     """The microbatches of one argument by the user's rules; see `split`.
 
@@ -188,7 +193,7 @@ def _rows_of_mask(mask: Any) -> int:
 
 def lengths(value: Any, rule: Rule, name: str) -> dict[str, int]:
     """The rows of a whole batch's tensors, by name; empty if it is not split along a dimension."""
-    if not _is_whole(rule) or isinstance(value, list | Iterator):
+    if not _is_whole(rule) or is_list_of_microbatches(value):
         return {}
     if isinstance(value, torch.Tensor):
         return {name: value.shape[rule]} if value.dim() else {}
