@@ -1,12 +1,18 @@
-"""Where UNSHARD and REDUCE_GRAD go: before the first use of a stage, after its last backward for weights."""
+"""Where UNSHARD and REDUCE_GRAD go: before the first use of a stage, after its last backward for weights. And that
+collectives between pipelines that run the same program end, those within actions included."""
 
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
 import fastpipe
-from fastpipe import Op, Program, Schedule, validate_program
+from fastpipe import Channel, ChannelKind, Instruction, Op, Placement, Program, Schedule, validate_program
 from fastpipe.collectives import with_collectives
 from fastpipe.lower import lower
+from fastpipe.machine import Machine
 from tests.unit.planning import forward_only, hand, random_schedules, small_schedules
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*come in another order")
@@ -83,3 +89,66 @@ def test_both_holders_of_a_stage_reduce_it() -> None:
     program = with_collectives(lower(fastpipe.make_schedule("dualpipe", num_ranks=4, num_microbatches=8)))
     for rank, instructions in enumerate(program):
         assert sorted(i.stage for i in instructions if i.op is Op.REDUCE_GRAD) == sorted({rank, 3 - rank})
+
+
+def side_by_side(pipelines: Sequence[Program]) -> Program:
+    """Pipelines as one program, whose equal ranks wait for each other in every action and collective: each sends the
+    others a message and waits for theirs, as in a collective that nobody leaves before all have come."""
+    size, count = pipelines[0].num_ranks, len(pipelines)
+    channels = [
+        Channel(channel.source + own * size, channel.destination + own * size, channel.kind)
+        for own, program in enumerate(pipelines)
+        for channel in program.channels
+    ]
+    meeting = {
+        (rank + own * size, rank + other * size): len(channels) + number
+        for number, (rank, (own, other)) in enumerate(
+            itertools.product(range(size), itertools.permutations(range(count), 2))
+        )
+    }
+    columns, before = [], 0
+    for own, program in enumerate(pipelines):
+        for rank, instructions in enumerate(program, start=own * size):
+            peers = [rank + (other - own) * size for other in range(count) if other != own]
+            into, out = (
+                [i._replace(slot=1000 + n) for n, i in enumerate(ends)]
+                for ends in (
+                    [Instruction(Op.POST_RECV, channel=meeting[peer, rank]) for peer in peers],
+                    [Instruction(Op.SEND, channel=meeting[rank, peer]) for peer in peers],
+                )
+            )
+            waits = [i._replace(op=Op.WAIT_RECV) for i in into] + [i._replace(op=Op.WAIT_SEND) for i in out]
+            rows: list[Instruction] = []
+            for it in instructions:
+                meets = [*into, *out, *waits] if it.op < Op.POST_RECV else []
+                rows += [*meets, it if it.channel < 0 else it._replace(channel=it.channel + before)]
+            columns.append(np.array(rows, dtype=np.int32).reshape(-1, 7).T)
+        before += len(program.channels)
+    channels += [Channel(*ends, ChannelKind.ACTIVATION) for ends in meeting]
+    placement = Placement.loop(size * count)
+    return Program("side by side", placement, pipelines[0].num_microbatches, tuple(channels), tuple(columns))
+
+
+def ends(pipelines: Sequence[Program]) -> bool:
+    whole = side_by_side(pipelines)
+    return not any(Machine(whole, late=late).run().blocked for late in (False, True))
+
+
+@pytest.mark.parametrize("name", [family.name for family in fastpipe.list_schedules()])
+def test_pipelines_with_the_same_program_end(name: str) -> None:
+    program = with_collectives(lower(fastpipe.make_schedule(name, num_ranks=4, num_microbatches=8)))
+    assert ends([program] * 3)
+
+
+@given(random_schedules())
+@settings(max_examples=30, deadline=None)
+def test_random_pipelines_with_the_same_program_end(schedule: Schedule) -> None:
+    assert ends([with_collectives(lower(schedule))] * 2)
+
+
+def test_pipelines_with_other_programs_can_hang() -> None:
+    one, other = (
+        with_collectives(lower(fastpipe.make_schedule(name, num_ranks=4, num_microbatches=8)))
+        for name in ("looped_bfs", "1f1b_v")
+    )
+    assert not ends([one, other])
