@@ -20,6 +20,33 @@ std::size_t count(const std::vector<StagePlace>& stages) {
   return static_cast<std::size_t>(highest + 1);
 }
 
+// A copy of this thread's context variables; null if none is set. The GIL must be held.
+py::object context_variables() {
+  auto copied = py::reinterpret_steal<py::object>(PyContext_CopyCurrent());
+  if (!copied) throw py::error_already_set();
+  return py::len(copied) == 0 ? py::object() : copied;
+}
+
+// Gives this thread the context variables of a context while it lasts. Takes the GIL, unless there are none.
+class ContextGuard final {
+ public:
+  explicit ContextGuard(py::handle context) : context_(context) {
+    if (!context_) return;
+    const py::gil_scoped_acquire gil;
+    if (PyContext_Enter(context_.ptr()) != 0) throw py::error_already_set();
+  }
+  ContextGuard(const ContextGuard&) = delete;
+  ContextGuard& operator=(const ContextGuard&) = delete;
+  ~ContextGuard() {
+    if (!context_) return;
+    const py::gil_scoped_acquire gil;
+    if (PyContext_Exit(context_.ptr()) != 0) PyErr_Clear();  // a function of the graph left another one entered
+  }
+
+ private:
+  const py::handle context_;
+};
+
 }  // namespace
 
 Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages, const Connect& connect,
@@ -65,6 +92,7 @@ py::object Runner::run(std::int64_t signature, bool announce, const std::vector<
   // The sums of a kernel depend on how many threads share it; a thread of Python's starts with torch's default.
   if (num_threads > 0 && at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
   state_.emplace();
+  context_ = context_variables();
   num_threads_ = at::get_num_threads();
   bind(calls);
   set_times(trace);
@@ -159,6 +187,7 @@ void Runner::run_overlapped(std::size_t position, FunctionRef<void()> backward) 
   if (python_state_ == nullptr) python_state_ = PyThreadState_New(PyInterpreterState_Main());
   if (at::get_num_threads() != num_threads_) at::set_num_threads(num_threads_);
   const at::ThreadLocalStateGuard guard(*state_);
+  const ContextGuard context(context_);
   const c10::OptionalStreamGuard stream(streams_.caller());
   ProfilerRange label;
   label.begin(labels_of_backwards_.at(position));

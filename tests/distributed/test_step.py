@@ -109,12 +109,13 @@ def refuses(call: Callable[[], Any], said: str, on: int | None = None, kind: typ
 
 
 class Scaled(nn.Module):
-    """Hands on scales of a dtype that no header of a message has, in some steps."""
+    """Hands on scales of a dtype that no header of a message has, or on meta, in some steps."""
 
     dtype = torch.float32
+    device = "cpu"
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x * 2, x.detach().abs().to(self.dtype)
+        return x * 2, x.detach().abs().to(self.device, self.dtype)
 
 
 class Unscaled(nn.Module):
@@ -124,12 +125,16 @@ class Unscaled(nn.Module):
 
 @BOTH
 @on_ranks(2)
-def test_a_dtype_that_cannot_be_sent_is_refused(executor: str) -> None:
+def test_a_tensor_that_cannot_be_sent_is_refused(executor: str) -> None:
     pipe = pipeline(executor, stages=[nn.Linear(WIDTH, WIDTH), Scaled(), Unscaled(), nn.Linear(WIDTH, WIDTH)])
     x, y = batch()
     Scaled.dtype = torch.float8_e8m0fnu
     refuses(lambda: pipe.step(x, target=y), "(?i)float8_e8m0fnu, which cannot be sent[:;] convert it", 0)
     Scaled.dtype = torch.float32
+    assert pipe.step(x, target=y).loss is not None
+    Scaled.device = "meta"
+    refuses(lambda: pipe.step(x, target=y), "stage 0 returned a tensor on meta", 0)
+    Scaled.device = "cpu"
     assert pipe.step(x, target=y).loss is not None
 
 

@@ -193,6 +193,11 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         "the input is missing: the model's first layer needs 'z'",
     ),
     "a sparse input": ({}, lambda p: p.step(X.to_sparse(), target=Y), "layout torch.sparse_coo.*give a list.*to_dense"),
+    "a packed sequence": (
+        {},
+        lambda p: p.step(nn.utils.rnn.pack_sequence([X[0], X[1]]), target=Y),
+        "the input is a PackedSequence: give a tensor .*, a list or an iterator of microbatches, or say how",
+    ),
     "an input with a history": (
         {},
         lambda p: p.step(X * W, target=Y),

@@ -282,6 +282,19 @@ def test_hooks_of_the_whole_model_are_refused(kind: str) -> None:
         fastpipe.Pipeline(sequential, "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
 
 
+def test_hooks_of_the_whole_model_that_come_later_are_refused() -> None:
+    model, sequential = Decoder(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = batch()[0]
+    for whole, layers, inputs in ((model, fastpipe.split(model, x), x), (sequential, sequential, torch.ones(4, 4))):
+        pipe = fastpipe.Pipeline(layers, "1f1b", 2, num_ranks=2)
+        pipe.eval_step(inputs)
+        hook = whole.register_forward_hook(lambda *_: None)
+        with pytest.raises(ValueError, match=f"the {type(whole).__name__} has hooks .* register them on its layers"):
+            pipe.eval_step(inputs)
+        hook.remove()
+        pipe.eval_step(inputs)
+
+
 class Patches(nn.Module):
     """A vision transformer: its blocks are an nn.Sequential, and each has another one in it."""
 

@@ -1,6 +1,7 @@
 """What torch keeps by thread is for ranks that are threads what it is for the caller."""
 
 from contextvars import ContextVar
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,35 @@ def test_context_variables_are_the_callers(schedule: str, executor: str) -> None
     pipe = fastpipe.Pipeline(layers, schedule, 4, squared, num_ranks=2, executor=executor)
     batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     for factor in (3.0, 5.0):
+        token = FACTOR.set(factor)
+        try:
+            assert fastpipe.check_parity(pipe, layers, batch).ok
+        finally:
+            FACTOR.reset(token)
+
+
+class ScaledGrad(torch.autograd.Function):
+    """Looks at a context variable in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * FACTOR.get()
+
+
+class ScalesGrad(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ScaledGrad.apply(x)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def test_context_variables_are_the_callers_in_the_backwards_of_pairs(executor: str) -> None:
+    layers: list[nn.Module] = [module for _ in range(4) for module in (Block(), ScalesGrad())]
+    pipe = fastpipe.Pipeline(layers, "dualpipev", 8, squared, num_ranks=2, executor=executor, overlap="always")
+    batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    for factor in (1.0, 3.0, 5.0):
         token = FACTOR.set(factor)
         try:
             assert fastpipe.check_parity(pipe, layers, batch).ok

@@ -267,9 +267,11 @@ class Layers(Sequence[nn.Module]):
 
     Attributes:
         tied: names of weights that the model says are one, also if they are several Parameters.
+        whole: the module that has the layers, if there is one; it is not called.
     """
 
     tied: Sequence[Sequence[str]] = ()
+    whole: nn.Module | None = None
 
     def __init__(self, layers: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
         self._layers = list(layers)
@@ -320,7 +322,9 @@ def as_layers(stages: Any) -> Layers | None:
             )
         # under their names, which may not be numbers
         modules: Any = children_of(stages)
-        return Layers(modules.values(), modules)
+        layers = Layers(modules.values(), modules)
+        layers.whole = stages
+        return layers
     return Layers(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else None
 
 

@@ -55,7 +55,7 @@ def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partiti
         return _with_shapes(_from_mapping(stages, num_stages, local))
     layers = as_layers(stages)
     if layers is not None:
-        check_whole_unhooked(stages)
+        check_whole_unhooked(layers.whole)
         ranges = layer_ranges(layers, num_stages, partition)
         return {stage: layers.chain(ranges[stage]) for stage in local}
     if isinstance(stages, nn.Module | type) or not callable(stages):
@@ -90,8 +90,8 @@ def _from_mapping(stages: Mapping[int, nn.Module], num_stages: int, local: Seque
 
 
 class OtherLayers:
-    """The layers of a list that other processes compute. Nothing in a step may use their parameters here: the gradient
-    would be lost, and the values are those of the beginning.
+    """The layers of a list that other processes compute, and the module that has them all. Nothing in a step may use
+    their parameters here: the gradient would be lost, and the values are those of the beginning.
 
     Args:
         modules: the stages of this process.
@@ -102,9 +102,15 @@ class OtherLayers:
         own = {id(parameter) for module in modules.values() for parameter in module.parameters()}
         named = () if layers is None else layers.chain(range(len(layers))).named_parameters()
         # the caller may let go of them
+        self._whole = None if layers is None or layers.whole is None else weakref.ref(layers.whole)
         self._parameters = [(name, weakref.ref(parameter)) for name, parameter in named if id(parameter) not in own]
         self._before: dict[str, tuple[int, int] | None] | None = None
         self._is_unused = False
+
+    def check_unhooked(self) -> None:
+        """Refuse hooks that were added to the whole module after the Pipeline was built."""
+        if self._whole is not None:
+            check_whole_unhooked(self._whole())
 
     def begin(self, step: int) -> None:
         """Note the gradients, until a step has used none, and in every 256th step."""

@@ -82,13 +82,13 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
             f"model is a {type(model).__name__} on the meta device, and the example is run on it: pass its layers "
             "as a list; supported models of Hugging Face need no example"
         )
-    if isinstance(model, nn.Module) and is_hugging_face(model):
-        return _decoder(model, example, kwargs)
-    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
-        return _row(model, example, kwargs)
-    layers = as_layers(model)
-    if not layers:
-        raise ValueError("model has no layers: give at least one")
+    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
+        layers = as_layers(model)
+        if not layers:
+            raise ValueError("model has no layers: give at least one")
+        return layers
+    layers = (_decoder if is_hugging_face(model) else _row)(model, example, kwargs)
+    layers.whole = model
     return layers
 
 

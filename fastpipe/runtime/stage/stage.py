@@ -222,6 +222,11 @@ class Stage:
             carried = passed_on(carried, values, self.index, self.accepts, self.later)
         make = treespec_tensor if self.treespecs is None else partial(self.treespecs.make, microbatch)
         tensors = to_tensors(value, carried, self.index, make, self.mesh, self._received_tensors)
+        if any(tensor.is_meta for tensor in tensors):
+            raise ValueError(
+                f"stage {self.index} returned a tensor on meta, which has no values: make it on the device of the "
+                "layer's input (device=x.device)"
+            )
         if self.why_one_tensor and len(tensors) > 1:
             raise ValueError(
                 f"stage {self.index} returns {len(tensors)} tensors, and with more than one the ranks can deadlock: "

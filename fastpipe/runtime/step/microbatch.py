@@ -8,6 +8,7 @@ from itertools import accumulate, islice
 from typing import Any, TypeGuard
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from fastpipe.runtime.common import is_block_mask, pytree, tensor_leaves
 
@@ -100,9 +101,14 @@ def split(
         raise ValueError(f"split[{key!r}] = {rule!r}: give a dimension, 'replicate' or a function")
     if isinstance(value, torch.Tensor):
         return list(_split_leaf(value, num_microbatches, rule, name, key, shares_single_rows))
-    leaves, structure = pytree.tree_flatten(value, is_leaf=is_block_mask)
+    leaves, structure = pytree.tree_flatten(value, is_leaf=_is_one_value)
     parts = [_split_leaf(leaf, num_microbatches, rule, name, key, shares_single_rows) for leaf in leaves]
     return [pytree.tree_unflatten([part[i] for part in parts], structure) for i in range(num_microbatches)]
+
+
+def _is_one_value(value: Any) -> bool:
+    """Whether pytree would take it apart into tensors that do not all have the rows of the batch."""
+    return is_block_mask(value) or isinstance(value, PackedSequence)
 
 
 def _checked_list(values: list[Any], num_microbatches: int, name: str) -> list[Any]:
@@ -197,7 +203,7 @@ def lengths(value: Any, rule: Rule, name: str) -> dict[str, int]:
         return {}
     if isinstance(value, torch.Tensor):
         return {name: value.shape[rule]} if value.dim() else {}
-    leaves, _ = pytree.tree_flatten_with_path(value, is_leaf=is_block_mask)
+    leaves, _ = pytree.tree_flatten_with_path(value, is_leaf=_is_one_value)
     found = {name + pytree.keystr(path): leaf for path, leaf in leaves}
     tensors = {leaf: tensor for leaf, tensor in found.items() if isinstance(tensor, torch.Tensor) and tensor.dim()}
     masks = {leaf: _rows_of_mask(mask) for leaf, mask in found.items() if is_block_mask(mask)}

@@ -284,6 +284,7 @@ class Steps:
         message: Reply = {"call": self._part_of + _call_text(request) + self.random.call_text(self.audit is not None)}
         try:
             message["changes"] = self.copies.prepare()
+            self.others.check_unhooked()
             self.check_filled()
             self.ranks.check_modes()
             program = self.programs.program(request.num_microbatches, not request.training)
