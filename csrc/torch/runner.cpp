@@ -164,6 +164,7 @@ Outcome Runner::run_without_gil(std::int64_t signature, bool announce, double* s
     }
   }
   on_failure_ = in_turns_ = py::handle();
+  context_ = py::object();
   if (!error) return outcome;
   raise(to_python(error));
 }

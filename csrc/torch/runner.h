@@ -78,7 +78,7 @@ class Runner final : public Observer {
   // For the helper thread. Its own state of Python's lasts as long as it: the engine leaves an error in it.
   PyThreadState* python_state_ = nullptr;
   std::optional<at::ThreadLocalState> state_;
-  py::object context_;  // the caller's context variables; null if none is set
+  py::object context_;  // in a step, the caller's context variables; null if none is set
   int num_threads_ = 0;
 };
 
