@@ -271,9 +271,8 @@ def check_registered(module: nn.Module) -> None:
     registered = {id(parameter) for parameter in module.parameters()}
     for inner in module.modules():
         for name, value in vars(inner).items():
-            # torch's recurrent layers keep parameters that were replaced until their next forward
-            is_torchs = isinstance(inner, nn.RNNBase) and name.startswith("_")
-            if not is_torchs and any(id(t) not in registered for t in _trained_in(value)):
+            # what begins with _ is torch's, such as the flat weights that an LSTM keeps for a while
+            if not name.startswith("_") and any(id(t) not in registered for t in _trained_in(value)):
                 raise ValueError(
                     f"stages: {name} of a {type(inner).__name__} holds a tensor that requires a gradient and is no "
                     "parameter of its stage, and the schedule holds this stage twice: assign the Parameter, or its "
