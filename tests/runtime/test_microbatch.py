@@ -137,6 +137,11 @@ A, B = torch.arange(6.0).reshape(2, 3), torch.arange(3.0).reshape(1, 3)
 BOTH = torch.cat([A, B])
 
 
+def test_one_microbatch_gets_a_packed_sequence_as_it_is() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    assert split(packed, 1, 0, "x") == [packed]
+
+
 def test_trees_keep_their_classes() -> None:
     assert torch.equal(merge([A, B], None), BOTH)
     merged = merge([(A, [A, A]), (B, [B, B])], None)

@@ -126,7 +126,8 @@ def _split_leaf(
     if is_block_mask(leaf):
         return _split_block_mask(leaf, num_microbatches, dim, name, key)
     if not isinstance(leaf, torch.Tensor):
-        if isinstance(leaf, str | bytes | int | float | bool) or leaf is None:
+        is_whole = num_microbatches == 1 and isinstance(leaf, PackedSequence)
+        if isinstance(leaf, str | bytes | int | float | bool) or leaf is None or is_whole:
             return [leaf] * num_microbatches
         raise ValueError(
             f"{name} is a {type(leaf).__name__}: give a tensor (a whole batch), a list or an iterator of microbatches, "
