@@ -92,12 +92,12 @@ py::object Runner::run(std::int64_t signature, bool announce, const std::vector<
   // The sums of a kernel depend on how many threads share it; a thread of Python's starts with torch's default.
   if (num_threads > 0 && at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
   state_.emplace();
-  context_ = context_variables();
   num_threads_ = at::get_num_threads();
   bind(calls);
   set_times(trace);
   on_failure_ = on_failure;
   in_turns_ = in_turns;
+  context_ = context_variables();
   const auto size = static_cast<py::ssize_t>(labels_.size());
   py::array_t<double> start(size);
   py::array_t<double> end(size);

@@ -95,36 +95,34 @@ def side_by_side(pipelines: Sequence[Program]) -> Program:
     """Pipelines as one program, whose equal ranks wait for each other in every action and collective: each sends the
     others a message and waits for theirs, as in a collective that nobody leaves before all have come."""
     size, count = pipelines[0].num_ranks, len(pipelines)
-    channels = [
-        Channel(channel.source + own * size, channel.destination + own * size, channel.kind)
-        for own, program in enumerate(pipelines)
-        for channel in program.channels
-    ]
-    meeting = {
-        (rank + own * size, rank + other * size): len(channels) + number
-        for number, (rank, (own, other)) in enumerate(
-            itertools.product(range(size), itertools.permutations(range(count), 2))
-        )
-    }
-    columns, before = [], 0
+    channels: list[Channel] = []
+    first = []  # each pipeline's first channel
+    for own, program in enumerate(pipelines):
+        first.append(len(channels))
+        channels += [Channel(c.source + own * size, c.destination + own * size, c.kind) for c in program.channels]
+    meeting: dict[tuple[int, int], int] = {}
+    for own, other in itertools.permutations(range(count), 2):
+        for rank in range(size):
+            meeting[rank + own * size, rank + other * size] = len(channels)
+            channels.append(Channel(rank + own * size, rank + other * size, ChannelKind.ACTIVATION))
+
+    def met(rank: int) -> list[Instruction]:
+        into = [channel for (_, to), channel in meeting.items() if to == rank]
+        out = [channel for (of, _), channel in meeting.items() if of == rank]
+        ops = ((Op.POST_RECV, into), (Op.SEND, out), (Op.WAIT_RECV, into), (Op.WAIT_SEND, out))
+        # slots that no pipeline uses
+        return [Instruction(op, channel=channel, slot=1000 + channel) for op, used in ops for channel in used]
+
+    columns = []
     for own, program in enumerate(pipelines):
         for rank, instructions in enumerate(program, start=own * size):
-            peers = [rank + (other - own) * size for other in range(count) if other != own]
-            into, out = (
-                [i._replace(slot=1000 + n) for n, i in enumerate(ends)]
-                for ends in (
-                    [Instruction(Op.POST_RECV, channel=meeting[peer, rank]) for peer in peers],
-                    [Instruction(Op.SEND, channel=meeting[rank, peer]) for peer in peers],
-                )
-            )
-            waits = [i._replace(op=Op.WAIT_RECV) for i in into] + [i._replace(op=Op.WAIT_SEND) for i in out]
             rows: list[Instruction] = []
             for it in instructions:
-                meets = [*into, *out, *waits] if it.op < Op.POST_RECV else []
-                rows += [*meets, it if it.channel < 0 else it._replace(channel=it.channel + before)]
-            columns.append(np.array(rows, dtype=np.int32).reshape(-1, 7).T)
-        before += len(program.channels)
-    channels += [Channel(*ends, ChannelKind.ACTIVATION) for ends in meeting]
+                if it.op < Op.POST_RECV:
+                    rows += [*met(rank), it]
+                else:
+                    rows.append(it._replace(channel=it.channel + first[own]))
+            columns.append(np.array(rows, dtype=np.int32).T)
     placement = Placement.loop(size * count)
     return Program("side by side", placement, pipelines[0].num_microbatches, tuple(channels), tuple(columns))
 

@@ -318,10 +318,12 @@ class LocalCopies(StageCopies):
             changed = _names_of_parameters(original) ^ _names_of_parameters(copied)
             if children_of(original) != children or changed:
                 kind = type(original).__name__
-                what = f"the parameter {min(changed)} of a {kind} was added or removed" if changed else ""
+                what = f"a part of a {kind} was replaced"
+                if changed:
+                    what = f"the parameter {min(changed)} of a {kind} was added or removed"
                 raise ValueError(
-                    f"stages: {what or f'a part of a {kind} was replaced'} since the Pipeline was built, and the "
-                    "schedule holds its stage twice; build a new Pipeline"
+                    f"stages: {what} since the Pipeline was built, and the schedule holds its stage twice; build a new "
+                    "Pipeline"
                 )
             check_no_post_hooks(original)
         return {}

@@ -90,8 +90,10 @@ def _from_mapping(stages: Mapping[int, nn.Module], num_stages: int, local: Seque
 
 
 class OtherLayers:
-    """The layers of a list that other processes compute, and the module that has them all. Nothing in a step may use
-    their parameters here: the gradient would be lost, and the values are those of the beginning.
+    """What this process has of the user's model and does not compute.
+
+    Nothing in a step may use the parameters of layers that other processes compute: the gradient would be lost, and the
+    values are those of the beginning. The module that has all layers is not called, so it may have no hooks.
 
     Args:
         modules: the stages of this process.
