@@ -74,6 +74,7 @@ def tied_reference(model: nn.Module, ties: Sequence[Tie]) -> Iterator[None]:
         ValueError: if the model's weights are not tied, or have hooks.
     """
     children = dict(children_of(model))
+    ties = [tie for tie in ties if len(tie.stages) > 1]  # within one stage, autograd sums a pipeline's uses, too
     try:
         _separate(model, ties)
         shared = [Shared(tie, _places_by_name(model, tie)) for tie in ties]

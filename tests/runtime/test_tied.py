@@ -80,7 +80,7 @@ def train_tied(layers: list[nn.Module], schedule: str, count: int = 4, **options
     return pipe
 
 
-SCHEDULES = [("1f1b", 2), ("zbv", 2), ("dualpipe", 2), ("dualpipev", 4), ("interleaved_1f1b", 2)]
+SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("zbv", 2), ("dualpipe", 2), ("dualpipev", 4), ("interleaved_1f1b", 2)]
 
 
 def test_a_layer_that_stands_twice_in_a_stage_runs_twice() -> None:
