@@ -152,7 +152,8 @@ def _torch_settings() -> dict[str, Any]:
 
 def _python_kernels() -> int:
     weight_grad = sys.modules.get("fastpipe.runtime.stage.weight_grad")
-    return len(weight_grad._libraries) if weight_grad else 0
+    # without the extension the first backward that is split registers fastpipe's own, for good
+    return len(weight_grad._libraries) if weight_grad and weight_grad.native.load() is not None else 0
 
 
 def _things() -> dict[str, Things]:

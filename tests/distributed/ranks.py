@@ -26,8 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastpipe.runtime import native
-from fastpipe.runtime.stage import weight_grad
 from tests.patience import PATIENCE
 from tests.process_state import State
 from tests.scripts import SERVER, print_into, start_server
@@ -236,8 +234,6 @@ def _serve(
         pipe.send(store.port)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     left = False
-    if native.load() is None:
-        weight_grad._register()  # torch's own registration: once per process, and it stays
     # what is there now stays, so that to collect what a test leaves in cycles takes no time
     gc.freeze()
     while not left and (job := _received(pipe)) is not None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fastpipe import StepError
+from fastpipe.runtime import native
 from fastpipe.runtime.step import steps
 from tests.conftest import WAYS
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
@@ -190,4 +191,6 @@ def test_a_pipeline_and_its_failed_steps_leave_no_keys_in_the_store() -> None:
         first, failed, last = started.run(count_keys)[0]
         again = started.run(count_keys)[0]
     assert failed <= first + 2 and last <= first
-    assert again[0] <= 0 and again[2] <= 0
+    # without shared memory the last steps' messages stay: another rank may still read them
+    rest = 0 if native.load() else first
+    assert again[0] <= rest and again[2] <= rest
