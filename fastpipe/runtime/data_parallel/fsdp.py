@@ -69,6 +69,7 @@ class Sharded(DataParallel):
         self._mode = 0
         self._announced: torch.Tensor | None = None
         self._announcing: Any = None
+        self._why: str | None = None  # the result of `_why_not_alike`; None until it is known
         is_host = self.device.type == "cpu"
         # a stream of its own, so that reading what was announced does not wait for the step's kernels
         self._aside: Any = contextlib.nullcontext() if is_host else torch.Stream(device=self.device)
@@ -124,7 +125,8 @@ class Sharded(DataParallel):
     def begin(self, reduces: bool, num_microbatches: int) -> None:
         """Mark no backward as the last one, and reshard only when the schedule says so."""
         super().begin(reduces, num_microbatches)
-        self._mode, self._announced = 2 if reduces else int(torch.is_grad_enabled()), None
+        self._mode = 2 if reduces else int(torch.is_grad_enabled())
+        self._announced = self._why = None
         self._last = [(context, context.is_last_backward) for context in map(torch_private.fsdp_context, self._roots())]
         self._flags = [(group, {name: getattr(group, name) for name in _HELD_BACK}) for group in self._groups]
         for context, _ in self._last:
@@ -149,11 +151,14 @@ class Sharded(DataParallel):
         """
         if self._announced is None:
             return ""
-        with self._aside:
-            if self._announcing is not None:
+        if self._why is None:
+            with self._aside:
                 announcing, self._announcing = self._announcing, None
                 self._collect(announcing)
-            count, total, squares, modes, mode_squares = self._announced.tolist()
+                self._why = self._compared(*self._announced.tolist())
+        return self._why
+
+    def _compared(self, count: int, total: int, squares: int, modes: int, mode_squares: int) -> str:
         if count * mode_squares != modes**2:
             return (
                 f"the replicas of stage {self.stage}, in the processes {self.processes()}, were not called alike, here "
