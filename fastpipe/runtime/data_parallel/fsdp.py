@@ -119,8 +119,11 @@ class Sharded(DataParallel):
         return torch_private.fsdp_roots(self._states)
 
     def prepare(self) -> None:
-        """Find the outermost modules, as the first forward does."""
+        """Find the outermost modules, as the first forward does, and use of collectives only what Gloo has."""
         torch_private.find_fsdp_roots(self._states)
+        for group in self._groups:
+            if self.device.type == "cpu" and group.gradient_divide_factor is not None:
+                group.force_sum_reduction_for_comms = True  # Gloo does not multiply what it sums
 
     def begin(self, reduces: bool, num_microbatches: int) -> None:
         """Mark no backward as the last one, and reshard only when the schedule says so."""
