@@ -63,7 +63,6 @@ class Sharded(DataParallel):
         meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
         self.device: torch.device = self._groups[0].device
         self.groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-        self.broken = {}
         self.num_replicas = max(int(mesh.size()) for mesh in meshes)
         self.description = f"sharded by fully_shard over {self.num_replicas} replicas"
         self._mode = 0
@@ -217,6 +216,8 @@ class Sharded(DataParallel):
 
     def _reduce(self, group: Any, flags: Mapping[str, Any], failed: bool) -> None:
         before = torch_private.fsdp_collectives(group)
+        if any(processes in self.broken for processes, _ in before):
+            return
         try:
             group.wait_for_unshard()
             _set(group, flags)
@@ -282,12 +283,12 @@ class Sharded(DataParallel):
                 sums += 1  # so that the other dimension's pipelines end, too: this one's are closed
         num_failed, num_broken = sums.tolist()
         cause = ""
-        if num_failed and len(self.broken) < len(self.groups):
+        if num_failed and len(self.lost()) < len(self.groups):
             cause = self.explained(
                 "the step failed in another of the replicas that share this stage", failure, deadline
             )
         if num_broken or (cause and failure is None):
-            cause = next(iter(self.broken.values()), cause)
+            cause = next((self.broken[group] for group in self.lost()), cause)
             raise FailureError(Failure(None, cause, is_fatal=bool(num_broken)))
 
     def forget(self) -> None:
