@@ -412,7 +412,8 @@ def save_checkpoint(
     """
     optimizers = as_optimizers(optimizer)
     state: dict[str, Any] = {}
-    side: list[Any] = []
+    writers: list[_Writer] = []
+    started: list[Future[Any]] = []
     call, step = f"save_checkpoint of {_shown(path)}", pipe.step_count
 
     def gather() -> Reply:
@@ -423,23 +424,26 @@ def save_checkpoint(
         whole = whole_state(pipe, optimizers, extra)
         # a copy for the background here, as the others are told if there is no room for it
         state.update(_copied(whole) if asynchronous else whole)
+        writers.append(_Writer(real_path(path), step, keep))
         return {"optimizes": optimizes(pipe, optimizers)}
 
-    def write(members: Any) -> Any:
-        return _write(_Writer(real_path(path), step, keep), state, call, members)
-
-    def attend(replies: Sequence[Reply]) -> None:
+    def write(replies: Sequence[Reply]) -> None:
         check_all_optimize(replies)
         if not asynchronous:
-            return pipe._steps.attend(lambda: write(group))
+            return _write(writers[0], state, group)
         # the script uses the other one meanwhile
-        pipe._steps.attend(lambda: side.append(side_group("save_checkpoint", group, pipe._steps.ranks.timeout)))
+        side = side_group("save_checkpoint", group, pipe._steps.ranks.timeout)
+        lost = partial(_first_dead, pipe._steps.control)
 
-    pipe._steps.all_gather(call, gather, attend)
-    if not asynchronous:
-        return None
-    lost = partial(_first_dead, pipe._steps.control)
-    return _in_background(lambda: attended(lambda: write(side[0]), lost, timedelta.max), path)
+        def write_aside() -> None:
+            with _errors_of_dcp(call, side):
+                attended(lambda: _write(writers[0], state, side), lost, timedelta.max)
+
+        started.append(_in_background(write_aside, path))
+
+    with _errors_of_dcp(call, group):
+        pipe._steps.all_gather(call, gather, write)
+    return started[0] if started else None
 
 
 def _shown(path: Any) -> str:
@@ -456,10 +460,9 @@ def whole_state(pipe: Pipeline, optimizers: Optimizers, extra: Any) -> dict[str,
     return {"model": pipe.state_dict(), "optimizer": flat_state(optimizers, names)} | kept
 
 
-def _write(writer: _Writer, state: dict[str, Any], call: str, group: Any) -> Any:
+def _write(writer: _Writer, state: dict[str, Any], group: Any) -> None:
     try:
-        with _errors_of_dcp(call, group):
-            return save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+        save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
     except BaseException:  # raised again, after the files are removed
         writer.discard()
         raise
@@ -553,12 +556,23 @@ def load_checkpoint(
         check_all_optimize(replies)
         _check_same_save(replies, path)
         _check_all_taken(_section(saved, "model"), replies, path)
-        no_dist = not dist.is_initialized()
-        with _errors_of_dcp(call, group):
-            pipe._steps.attend(lambda: load(state, storage_reader=readers[0], process_group=group, no_dist=no_dist))
+        load(state, storage_reader=readers[0], process_group=group, no_dist=not dist.is_initialized())
 
-    pipe._steps.all_gather(call, prepare, read)
-    return restore(pipe, optimizers, state)
+    with _errors_of_dcp(call, group):
+        pipe._steps.all_gather(call, prepare, read)
+    return restore_together(pipe, optimizers, lambda: state, call)
+
+
+def restore_together(pipe: Pipeline, optimizers: Optimizers, read: Callable[[], Mapping[str, Any]], call: str) -> Any:
+    """`restore` what ``read`` returns; an error on one rank is an error on every rank."""
+    extras: list[Any] = []
+
+    def take() -> Reply:
+        extras.append(restore(pipe, optimizers, read()))
+        return {}
+
+    pipe._steps.all_gather(f"{call}, values", take)
+    return extras[0]
 
 
 def restore(pipe: Pipeline, optimizers: Optimizers, state: Mapping[str, Any]) -> Any:

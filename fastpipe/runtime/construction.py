@@ -267,7 +267,7 @@ def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
 
     request, replies = agree(world.control, make)
     # times differ between processes, and all pipelines of a mesh must cut alike
-    everywhere = [replies[0] | {"pipeline": world.control.pipeline}, *world.control.elsewhere]
+    everywhere = [replies[0] | {"pipeline": world.control.pipeline}, *replies.elsewhere]
     first = min(everywhere, key=lambda reply: str(reply["pipeline"]))
     return replace(request, costs=first["costs"])
 

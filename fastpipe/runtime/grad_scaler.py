@@ -86,9 +86,8 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(
                 f"the scale is {listed}: construct the GradScaler with the same arguments and call update on every rank"
             )
-        every = [*replies, *self._pipe._steps.control.elsewhere]
         # a rank without trained parameters has no gradients, and torch needs found_inf of every rank
         found.setdefault(found_inf.device, found_inf)
         for flag in found.values():
-            flag.fill_(float(any(reply["found"] for reply in every)))
+            flag.fill_(float(any(reply["found"] for reply in replies.everywhere)))
         return found

@@ -31,7 +31,7 @@ import secrets
 import stat
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -53,12 +53,12 @@ from fastpipe.runtime.checkpoint import (
     load_checkpoint,
     names_of,
     optimizes,
-    restore,
+    restore_together,
     template,
     whole_state,
 )
 from fastpipe.runtime.common import attended, bit_sum, call_in_thread, dense_all, local_part, packing, torch_private
-from fastpipe.runtime.coordination import Reply, host_name, job_name, shares_store
+from fastpipe.runtime.coordination import Replies, Reply, host_name, job_name, shares_store
 from fastpipe.runtime.pipeline import Pipeline
 from fastpipe.runtime.transport import side_group
 
@@ -118,6 +118,7 @@ class MemoryCheckpoint:
         self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._generation = 0
         self._sizes: list[int] = []
+        self._has_replicas = False  # which this pipeline's exchanges do not reach
         self._writing: Future[None] | None = None
         hosts: list[str] = []
 
@@ -130,21 +131,19 @@ class MemoryCheckpoint:
                 raise ValueError(f"folder = {os.fspath(folder)!r}: there is no such folder; give a tmpfs of every host")
             return {"optimizes": optimizes(pipe, self._optimizers), "job": f"name={name}" if name else _job()}
 
-        def connect(job: str) -> None:
+        def connect(replies: Replies) -> None:
+            check_all_optimize(replies)
+            self._has_replicas = len(replies.everywhere) < self._size
             if self._size > 1:
                 self._group = side_group("MemoryCheckpoint", None, pipe._steps.ranks.timeout)
-            found = self._gather({"host": host_name(), "job": job, "keep": keep})
+            found = self._gather({"host": host_name(), "job": replies[0]["job"], "keep": keep})
             if len(kept := sorted({other["keep"] for other in found})) > 1:
                 raise ValueError(f"keep = {keep}: the ranks have {kept}; give the same number on every rank")
             hosts.extend(other["host"] for other in found)
             first = found[0]["job"]
             self._folder = Path(folder) / f"fastpipe-{os.geteuid()}-{_digest(host_name())}-{_digest(first)}"
 
-        def then(replies: Sequence[Reply]) -> None:
-            check_all_optimize(replies)
-            pipe._steps.attend(lambda: connect(replies[0]["job"]))
-
-        pipe._steps.all_gather("MemoryCheckpoint", make, then)
+        pipe._steps.all_gather("MemoryCheckpoint", make, connect)
         pipe._steps.all_gather("MemoryCheckpoint", self._make_folder)
         holders = _holders(hosts, keep)
         if keep > (count := len(set(hosts))) and self._rank == 0:
@@ -180,7 +179,7 @@ class MemoryCheckpoint:
             image = _Image(whole_state(pipe, self._optimizers, extra))
             return {"rank": self._rank, "size": image.size, "generation": self._generation}
 
-        replies = self._of_all(pipe._steps.all_gather("MemoryCheckpoint.save", make))
+        replies = self._gather_from_all("MemoryCheckpoint.save", make)
         assert image is not None
         sizes = [reply["size"] for reply in sorted(replies, key=lambda reply: reply["rank"])]
         if sizes == self._sizes:
@@ -221,12 +220,13 @@ class MemoryCheckpoint:
             on_disk = None if path is None else Manifest.of(locate(path))
             return {"disk": on_disk.step if on_disk else -1}
 
-        def then(replies: Sequence[Reply]) -> None:
-            pipe._steps.attend(lambda: found.append(self._find(layouts[0], replies[0]["disk"])))
+        def find(replies: Sequence[Reply]) -> None:
+            found.append(self._find(layouts[0], replies[0]["disk"]))
 
-        pipe._steps.all_gather(f"MemoryCheckpoint.load, path = {path}", make, then)
-        if found[0] is not None:
-            return restore(pipe, self._optimizers, self._read(found[0]))
+        call = f"MemoryCheckpoint.load, path = {path}"
+        pipe._steps.all_gather(call, make, find)
+        if (memory := found[0]) is not None:
+            return restore_together(pipe, self._optimizers, lambda: self._read(memory), call)
         return None if path is None else load_checkpoint(path, pipe, self._optimizers or None)
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class MemoryCheckpoint:
             self._finish()
             return {}
 
-        self._of_all(self._pipe._steps.all_gather("MemoryCheckpoint.close", end))
+        self._gather_from_all("MemoryCheckpoint.close", end)
         _remove(self._folder)
         _open.pop(self._folder, None)
 
@@ -271,13 +271,15 @@ class MemoryCheckpoint:
         _open[self._folder] = self
         return {}
 
-    def _of_all(self, replies: Sequence[Reply]) -> Sequence[Reply]:
-        """The replies of all processes, also of other pipelines."""
-        every = [*replies, *self._pipe._steps.control.elsewhere]
-        if len(every) < self._size:
-            own = replies[self._pipe.rank]
-            self._pipe._steps.attend(lambda: every.__setitem__(slice(None), self._gather(own)))
-        return every
+    def _gather_from_all(self, call: str, make: Callable[[], Reply]) -> Sequence[Reply]:
+        """The messages of all processes, also of other pipelines."""
+        found: list[Reply] = []
+
+        def gather(replies: Sequence[Reply]) -> None:
+            found.extend(self._gather(replies[self._pipe.rank]))
+
+        replies = self._pipe._steps.all_gather(call, make, gather if self._has_replicas else None)
+        return found or replies.everywhere
 
     def _reserve(self, sizes: Sequence[int]) -> Reply:
         for rank, slots in self._slots.items():

@@ -35,7 +35,7 @@ from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.describe import describe
 from fastpipe.runtime.model import (
     NONE,
-    NamedParameter,
+    NamedTensor,
     Policy,
     Stages,
     assignable,
@@ -419,9 +419,9 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters with their names in the whole model; a tied weight once, by its first name."""
         for named in self._named_parameters():
-            yield named.name, named.parameter
+            yield named.name, named.tensor
 
-    def _named_parameters(self) -> list[NamedParameter]:
+    def _named_parameters(self) -> list[NamedTensor[nn.Parameter]]:
         return list(named_parameters(self.stage_modules, first_names(self._local.ties)))
 
     def state_dict(self) -> dict[str, Any]:

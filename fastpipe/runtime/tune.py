@@ -37,7 +37,7 @@ from fastpipe.runtime.common import (
     tensor_leaves,
     time_when_idle,
 )
-from fastpipe.runtime.coordination import Reply
+from fastpipe.runtime.coordination import Replies, Reply
 from fastpipe.runtime.data_parallel import Sharded, unwrapped
 from fastpipe.runtime.model import FULL, NONE, Chain, Policy, restored, selected
 from fastpipe.runtime.stage import Stage, StageWork, from_tensors, to_tensors
@@ -380,9 +380,14 @@ def agree_on_plan(steps: Steps, plan: Plan | Schedule | None, rank: int) -> tupl
     Raises:
         ValueError: if rank 0 has none, or another rank has a different one.
     """
-    replies = steps.all_gather("replan", lambda: _offer(steps, plan, rank))
+    found: list[tuple[Schedule, Counts, Policy | None]] = []
+    steps.all_gather("replan", lambda: _offer(steps, plan, rank), lambda replies: found.append(_agreed(plan, replies)))
+    return found[0]
+
+
+def _agreed(plan: Plan | Schedule | None, replies: Replies) -> tuple[Schedule, Counts, Policy | None]:
     others = [(f"rank {other}", reply) for other, reply in enumerate(replies)]
-    others += [(f"the pipeline at {reply['pipeline']}", reply) for reply in steps.control.elsewhere]
+    others += [(f"the pipeline at {reply['pipeline']}", reply) for reply in replies.elsewhere]
     for other, reply in others:
         if reply["digest"] not in (None, replies[0]["digest"]):
             raise ValueError(

@@ -17,10 +17,10 @@ from torch import nn
 
 from fastpipe.runtime.common import bytes_of, decoded, digest_of, encoded, keep_state, pytree, zero_grad_of
 from fastpipe.runtime.coordination import Reply
-from fastpipe.runtime.model import Tie, TiedWeights, whole
+from fastpipe.runtime.model import NamedTensor, Tie, TiedWeights, whole
 from fastpipe.runtime.pipeline import Pipeline, StepResult
 from fastpipe.runtime.stage import PER_MICROBATCH
-from fastpipe.runtime.step import GradNorms, NamedGrad, Norm
+from fastpipe.runtime.step import GradNorms, Norm
 from fastpipe.testing.reference import Reference, reference_step, ties_in
 
 _SHOWN = 20
@@ -288,14 +288,14 @@ def _check(
 
     def begin() -> Reply:
         """What other ranks need from this rank for the comparison."""
-        parameters = [[p.stage, p.name, digest_of(_whole(p.parameter)), p.is_echo] for p in named]
+        parameters = [[p.stage, p.name, digest_of(_whole(p.tensor)), p.is_echo] for p in named]
         return {"has_model": model is not None, "parameters": parameters, "drew": drew}
 
     replies = all_gather("check_parity, gradients", begin)
     names = _all_names(replies)
     sent = _gather_gradients(pipe, {} if model is not None else gradients, replies)
     own = [
-        NamedGrad(p.stage, p.name, grad, p.is_echo) for p in named if (grad := gradients[p.stage, p.name]) is not None
+        NamedTensor(p.stage, p.name, grad, p.is_echo) for p in named if (grad := gradients[p.stage, p.name]) is not None
     ]
     gathering = GradNorms()
     values, _ = gathering.gather(all_gather, "check_parity, norms", own, lambda: (2.0, {}), pipe._steps.ranks.timeout)
@@ -453,7 +453,7 @@ def _whole_gradients(pipe: Pipeline) -> Gradients:
         holder = holders.get(id(parameter))
         return parameter.grad if holder is None else holder.whole_gradient(parameter)
 
-    found = {(p.stage, p.name): whole(p.parameter) for p in pipe._named_parameters()}
+    found = {(p.stage, p.name): whole(p.tensor) for p in pipe._named_parameters()}
     copies = pipe._steps.copies
     sums = copies.whole_sums(whole) if isinstance(copies, TiedWeights) else {}
     found |= {key: sums[key[1]] for key in found if key[1] in sums}

@@ -236,6 +236,42 @@ def test_a_spoilt_file_is_named_on_every_rank(group_of: GroupOf, tmp_path: Path)
     assert all(re.search("a/rank1_0.distcp has been altered since it was saved", text) for _, text in found)
 
 
+class Stops:
+    """What stops the process when it is pickled, within the collective part of a save."""
+
+    def __getstate__(self) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def disturb(folder: str, how: str) -> str:
+    """Runs on every rank: rank 1 stops within a save, or raises where DCP does not catch it."""
+    pipe = pipeline("1f1b", None, timeout=2.0)
+    if dist.get_rank() == 0:
+        return caught(lambda: save_checkpoint(folder, pipe, extra=1))[1]
+    if how == "stops":
+        save_checkpoint(folder, pipe, extra=Stops())
+    else:
+        with mock.patch.object(checkpoint, "save", side_effect=MemoryError("no room")):
+            kind, text, _ = caught(lambda: save_checkpoint(folder, pipe, extra=1))
+        assert (kind, text) == ("MemoryError", "no room")
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("stops", r"rank 1 did not reach the end of step 1 within 2 s"),
+        ("raises", r"failed on rank 1: save_checkpoint of .*/a: MemoryError: no room"),
+    ],
+)
+def test_a_save_that_cannot_end_names_the_rank(how: str, said: str, tmp_path: Path) -> None:
+    """Although torch's process group, of the test, would wait for half an hour."""
+    with ranks(2) as group:
+        group.start(disturb, str(tmp_path / "a"), how)
+        (text,) = group.results([0])
+    assert re.search(said, text), text
+
+
 class Refuses:
     """What cannot be pickled, or only be pickled."""
 

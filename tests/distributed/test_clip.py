@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fastpipe import StepError
-from fastpipe.runtime.step.clip import NamedGrad, norms_of
+from fastpipe.runtime.model import NamedTensor
+from fastpipe.runtime.step.clip import norms_of
 from tests.conftest import executors_in_turn
 from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_step import batch, caught, pipeline, refuses
@@ -55,7 +56,7 @@ def norms_of_spread_gradients() -> list[tuple[float, float]]:
     whole = [torch.randn(5, 4), torch.randn(1, 4), torch.randn(6), torch.randn(3)]
     looks = [Shard(0), Shard(0), Shard(0), Replicate()]
     grads = [dist.tensor.distribute_tensor(g, mesh, [look]) for g, look in zip(whole, looks, strict=True)]
-    held = [NamedGrad(i, str(i), grad) for i, grad in enumerate([*grads, whole[0]])]
+    held = [NamedTensor(i, str(i), grad) for i, grad in enumerate([*grads, whole[0]])]
     found = []
     for order in (2.0, 3.0, math.inf):
         total = gathered([*grads, whole[0]], order)
@@ -65,7 +66,7 @@ def norms_of_spread_gradients() -> list[tuple[float, float]]:
     torch.nn.utils.clip_grads_with_norm_([scaled], 1.0, total)
     torch.testing.assert_close(scaled.grad.full_tensor(), whole[0] / (total + 1e-6))
     partial = DTensor.from_local(whole[0], mesh, [Partial()])
-    torch.testing.assert_close(norms_of([NamedGrad(0, "0", partial)], 2.0, 60.0), 2 * whole[0].norm().double()[None])
+    torch.testing.assert_close(norms_of([NamedTensor(0, "0", partial)], 2.0, 60.0), 2 * whole[0].norm().double()[None])
     assert "need a norm above 0" in caught(lambda: norms_of(held, 0.0, 60.0))[1]
     return found
 

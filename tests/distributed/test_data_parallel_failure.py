@@ -206,11 +206,10 @@ def fails_while_reducing(wrap: str, when: str, executor: str) -> tuple[str, str]
 
     def check() -> None:
         if fails[0]:
+            fails[0] = False
             raise RuntimeError("on purpose")
 
-    # one stage where a collective is left out: the other one's would meet others in the same group
-    schedule = "zbv" if when in ("before", "after") else "1f1b"
-    pipe = build(with_hook(when, check) if wrap == "ddp" else "fsdp", schedule, executor, over, timeout=20.0)
+    pipe = build(with_hook(when, check) if wrap == "ddp" else "fsdp", "zbv", executor, over, timeout=20.0)
     if wrap == "fsdp":
         check_while_reducing(pipe._steps.stages[0].parallel._groups[1], when, check)  # type: ignore[union-attr]
     with pytest.MonkeyPatch.context() as patches:
@@ -219,7 +218,6 @@ def fails_while_reducing(wrap: str, when: str, executor: str) -> tuple[str, str]
         found = caught(lambda: step(pipe, 0, replica))[:2]
     if when in ("out of step", "twice"):
         return found
-    fails[0] = False
     check_next_step(pipe, replica)
     return found
 
@@ -235,7 +233,8 @@ def test_an_error_while_reducing_is_not_a_lost_replica(wrap: str, when: str, exe
     ("wrap", "when", "why"), [("ddp", "out of step", "on purpose"), ("fsdp", "twice", "no memory")]
 )
 def test_a_replica_that_leaves_out_a_collective_ends_the_pipelines(wrap: str, when: str, why: str) -> None:
-    """The replicas are not in step, and the other one is unblocked at once."""
+    """The replicas are not in step, and the other one is unblocked at once. Of the two stages in a group the second one
+    begins no collective: Gloo would end the process that gets messages of another size."""
     with ranks(2) as group:
         (kind, own), (other, text) = group.run(fails_while_reducing, wrap, when, "auto")
     assert kind == other == "StepError", (own, text)

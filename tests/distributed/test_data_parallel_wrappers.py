@@ -226,6 +226,28 @@ def test_microbatches_are_added_in_the_dtype_of_the_reduction(executor: str, gro
     assert not all(map(same_bits, whole, unfolded))
 
 
+def sums_over(factor: float | None, over: DeviceMesh) -> list[torch.Tensor]:
+    """The gradients of stages whose sums over the replicas are divided by a factor; None: by their number."""
+
+    def wrap(module: nn.Module, over: DeviceMesh) -> nn.Module:
+        sharded = fully_shard(module, mesh=over)
+        if factor is not None:
+            sharded.set_gradient_divide_factor(factor)
+        return sharded
+
+    pipe = build(wrap, by_hand(SPLIT), "auto", over, num_microbatches=None)
+    step(pipe, 0, over.get_local_rank("dp"))
+    return [p.grad.full_tensor() for p in pipe.parameters() if p.grad is not None]
+
+
+@on_ranks(2)
+def test_the_divisor_of_shards_also_over_gloo() -> None:
+    """Where torch asks for a multiplication within the sum, which Gloo does not have."""
+    over = mesh()
+    means, quarters = sums_over(None, over), sums_over(4.0, over)
+    assert means and all(same_bits(mean, 2 * quarter) for mean, quarter in zip(means, quarters, strict=True))
+
+
 def fsdp1(module: nn.Module, over: DeviceMesh) -> nn.Module:
     """Its constructor wants an accelerator; what is refused is the class."""
     made = FullyShardedDataParallel.__new__(FullyShardedDataParallel)

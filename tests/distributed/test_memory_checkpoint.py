@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from fastpipe import MemoryCheckpoint, save_checkpoint
+from fastpipe.runtime import memory_checkpoint
 from fastpipe.runtime.memory_checkpoint import _holders
 from tests.distributed.hosts import on_hosts
 from tests.distributed.meshes import mesh_and_replica
-from tests.distributed.ranks import GroupOf
+from tests.distributed.ranks import GroupOf, ranks
 from tests.distributed.test_sharded_training import sharded
 from tests.distributed.test_sharded_training import train as train_sharded
 from tests.distributed.test_step import caught
@@ -159,6 +160,22 @@ def refuse(folder: str) -> Any:
     memory.save()
     memory.close()
     return error
+
+
+def raise_while_others_gather(folder: str) -> Any:
+    """Runs on every rank: rank 1 raises within the collective part of the construction."""
+    pipe = pipeline("1f1b", None, timeout=4.0)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(memory_checkpoint, "host_name", no_room)
+        return caught(lambda: MemoryCheckpoint(pipe, adamw(pipe), name="test", folder=folder))
+
+
+def test_an_error_within_a_collective_is_named_before_the_timeout(tmp_path: Path) -> None:
+    with ranks(2) as group:
+        zero, one = group.run(raise_while_others_gather, str(tmp_path))
+    assert one[0] == "OSError" and zero[0] == "StepError" and zero[2] == 1
+    assert "rank 1: MemoryCheckpoint: OSError: [Errno 28] No space left on device" in zero[1]
 
 
 def no_room(*_: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import fastpipe
-from fastpipe import Pipeline, make_schedule
+from fastpipe import Pipeline, Schedule, make_schedule
 from fastpipe.runtime import pipeline, tune
 from fastpipe.runtime.model.chain import Chain
 from tests.conftest import WAYS
@@ -99,8 +99,9 @@ def test_whoever_cannot_follow_a_plan_keeps_all_at_the_former_one() -> None:
     pipe = Pipeline(case.layers(8), "1f1b", 4, squared)
     given = case.batches(1, 8)[0]
     other = make_schedule("gpipe", num_ranks=2, num_microbatches=4)
-    failing = mock.patch.object(pipeline, "successor", side_effect=MemoryError("no room"))
-    with failing if rank else contextlib.nullcontext():
-        refuses(lambda: pipe.replan(other), "no room", on=1, kind=MemoryError)
-    assert pipe.schedule.name == "1f1b"
+    for owner, name, plan in ((pipeline, "successor", other), (Schedule, "from_csv", None if rank else other)):
+        failing = mock.patch.object(owner, name, side_effect=MemoryError("no room"))
+        with failing if rank else contextlib.nullcontext():
+            refuses(lambda: pipe.replan(plan), "no room", on=1, kind=MemoryError)  # noqa: B023
+        assert pipe.schedule.name == "1f1b"
     pipe.step(*given.args, target=given.target)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe import GradScaler, Pipeline, StepError
+from fastpipe.runtime.model import NamedTensor
 from fastpipe.runtime.stage.stage import Chain
-from fastpipe.runtime.step.clip import GradNorms, NamedGrad
+from fastpipe.runtime.step.clip import GradNorms
 from tests.runtime.checks import reference_of, same_bits, train_and_compare, unequal
 from tests.runtime.models import CASES, Block, Case
 
@@ -197,7 +198,7 @@ def test_holders_that_differ_are_refused() -> None:
 def gathered(grads: Sequence[torch.Tensor], order: float, gathering: GradNorms | None = None) -> torch.Tensor:
     """The norm of gradients of one process."""
     gathering = gathering or GradNorms()
-    held = [NamedGrad(i, str(i), grad) for i, grad in enumerate(grads)]
+    held = [NamedTensor(i, str(i), grad) for i, grad in enumerate(grads)]
     values, _ = gathering.gather(lambda call, make: [make()], "clip", held, lambda: (order, {}), 60.0)
     return gathering.total(values, order, torch.device("cpu"))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fastpipe.runtime.coordination.control import (
     Control,
+    Replies,
     Reply,
     agree,
     building,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -26,14 +26,30 @@ from fastpipe.runtime.coordination.deferred import DeferredResults
 Reply = dict[str, Any]
 
 
+class Replies(list[Reply]):
+    """The messages of all processes of a pipeline, by rank.
+
+    Attributes:
+        elsewhere: in a mesh, those of the other pipelines, pipeline after pipeline, each with its ``pipeline``, such as
+            ``tp=1``.
+    """
+
+    def __init__(self, replies: Iterable[Reply], elsewhere: Sequence[Reply] = ()) -> None:
+        super().__init__(replies)
+        self.elsewhere = elsewhere
+
+    @property
+    def everywhere(self) -> list[Reply]:
+        """Those of all pipelines of the mesh, this one first."""
+        return [*self, *self.elsewhere]
+
+
 class Control:
     """The exchange between the processes of a pipeline; with a single process there is nothing to exchange.
 
     Attributes:
         step: number of calls of `begin`.
         deferred: results that the device computes after the host ends a step; None for a single process.
-        elsewhere: in a mesh, the messages of the other pipelines in the last exchange, pipeline after pipeline, each
-            with its ``pipeline``, such as ``tp=1``.
         pipeline: in a mesh, where this pipeline is.
         remark: a note for `Pipeline.describe`; empty if there is nothing unusual.
     """
@@ -43,7 +59,6 @@ class Control:
     step = 0
     deferred: DeferredResults | None = None
     remark = ""
-    elsewhere: Sequence[Reply] = ()
     pipeline = ""
 
     @property
@@ -56,26 +71,26 @@ class Control:
         """The processes that have exited, by rank; from any thread. In a mesh also those of other pipelines."""
         return []
 
-    def setup(self, message: Reply) -> list[Reply]:
+    def setup(self, message: Reply) -> Replies:
         """The first exchange.
 
         Raises:
             FailureError: if a process is dead or silent, or the store is gone.
         """
-        return [message]
+        return Replies([message])
 
     def begin(self, on_failure: Callable[[Failure], None]) -> None:
         """Start a step; failures on other ranks are passed to ``on_failure``, from another thread."""
 
-    def exchange(self, phase: str, message: Reply) -> list[Reply]:
-        """Send a message and return the messages of all processes, by rank.
+    def exchange(self, phase: str, message: Reply) -> Replies:
+        """Send a message and return the messages of all processes.
 
         Raises:
             FailureError: if a process is dead or silent, or the store is gone.
         """
-        return [message]
+        return Replies([message])
 
-    def exchange_within(self, phase: str, message: Reply) -> list[Reply]:
+    def exchange_within(self, phase: str, message: Reply) -> Replies:
         """Like `exchange` while a pipeline is built, in this pipeline alone where several of a mesh share a control."""
         return self.exchange(phase, message)
 
@@ -122,8 +137,8 @@ class Control:
 
 
 def exchange_or_refuse(
-    exchange: Callable[[Reply], list[Reply]], message: Reply, failure: Failure | None
-) -> tuple[list[Reply], Failure | None]:
+    exchange: Callable[[Reply], Replies], message: Reply, failure: Failure | None
+) -> tuple[Replies, Failure | None]:
     """Exchange messages before an action of all processes or none.
 
     Args:
@@ -148,7 +163,7 @@ _NOT_BUILT = "could not build the pipeline"
 
 def agree(
     control: Control, make: Callable[[], tuple[Value, Reply]], *, part: str | None = None
-) -> tuple[Value, list[Reply]]:
+) -> tuple[Value, Replies]:
     """Build a part on all processes and compare it, or raise on all of them.
 
     Args:
@@ -188,7 +203,7 @@ def agree(
     if refused is not None:
         raise refused.error(_NOT_BUILT)
     _check_same_arguments(replies)
-    _check_mesh(control.pipeline, replies, control.elsewhere)
+    _check_mesh(control.pipeline, replies)
     return made, replies
 
 
@@ -285,9 +300,9 @@ def sharing_batch(pipeline: str) -> str:
     return ", ".join(part for part in pipeline.split(", ") if part.startswith(("cp=", "ep=")))
 
 
-def _check_mesh(here: str, replies: Sequence[Reply], elsewhere: Sequence[Reply]) -> None:
+def _check_mesh(here: str, replies: Replies) -> None:
     """Refuse pipelines of a mesh that differ: collectives within their stages would not match."""
-    for number, reply in enumerate(elsewhere):
+    for number, reply in enumerate(replies.elsewhere):
         same_rank = replies[number % len(replies)]
         own, theirs = (found["arguments"] | found.get("own", {}) for found in (same_rank, reply))
         pipeline = reply["pipeline"]

@@ -177,7 +177,8 @@ def _place(step: int, phase: str) -> str:
     """A phase in words."""
     if step == 0:
         return "the construction of the pipeline"
-    return f"the {phase if phase in ('start', 'end') else 'preparation'} of step {step}"
+    part = phase.partition(" ")[0]
+    return f"the {part if part in ('start', 'end') else 'preparation'} of step {step}"
 
 
 def _key(step: int, phase: str, rank: int | None) -> str:

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fastpipe.runtime.common import SHORT_EXIT_SECONDS, Failure, FailureError, pauses
-from fastpipe.runtime.coordination.control import Control, Reply
+from fastpipe.runtime.coordination.control import Control, Replies, Reply
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.gather import StoreGather
 from fastpipe.runtime.coordination.processes import Processes
@@ -51,19 +51,19 @@ class MeshControl(Control):
         """See `Control`."""
         return self._whole.remark
 
-    def setup(self, message: Reply) -> list[Reply]:
+    def setup(self, message: Reply) -> Replies:
         """See `Control.setup`."""
         with self._placing():
             return self._own(self._whole.setup(self._marked(message)))
 
-    def exchange(self, phase: str, message: Reply) -> list[Reply]:
+    def exchange(self, phase: str, message: Reply) -> Replies:
         """Exchange with the processes of all pipelines; a failure of another pipeline is one of rank 0's reply."""
         with self._placing():
             return self._own(self._whole.exchange(phase, self._marked(message)))
 
-    def exchange_within(self, phase: str, message: Reply) -> list[Reply]:
+    def exchange_within(self, phase: str, message: Reply) -> Replies:
         """See `Control.exchange_within`."""
-        return self._gather.exchange(0, phase, message)
+        return Replies(self._gather.exchange(0, phase, message))
 
     def begin(self, on_failure: Callable[[Failure], None]) -> None:
         """See `Control.begin`."""
@@ -140,22 +140,22 @@ class MeshControl(Control):
     def _marked(self, message: Reply) -> Reply:
         return message | {key: asdict(self._numbered(Failure(**message[key]))) for key in _failures_in(message)}
 
-    def _own(self, replies: Sequence[Reply]) -> list[Reply]:
+    def _own(self, replies: Sequence[Reply]) -> Replies:
         replies = [
             reply | {key: asdict(self._placed(Failure(**reply[key]))) for key in _failures_in(reply)}
             for reply in replies
         ]
         first = self._pipeline * self.size
         own = replies[first : first + self.size]
-        self.elsewhere = [
+        elsewhere = [
             reply | {"pipeline": self._pipelines[i // self.size]}
             for i, reply in enumerate(replies)
             if i // self.size != self._pipeline
         ]
-        elsewhere = next((reply for reply in replies if "failure" in reply), None)
-        if elsewhere is not None and not any("failure" in reply for reply in own):
-            own[0] = own[0] | {key: elsewhere[key] for key in _failures_in(elsewhere)}
-        return own
+        failed = next((reply for reply in elsewhere if "failure" in reply), None)
+        if failed is not None and not any("failure" in reply for reply in own):
+            own[0] = own[0] | {key: failed[key] for key in _failures_in(failed)}
+        return Replies(own, elsewhere)
 
     @contextmanager
     def _placing(self) -> Iterator[None]:

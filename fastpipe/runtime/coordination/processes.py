@@ -34,7 +34,7 @@ from fastpipe.runtime.common import (
     first_line,
     logged,
 )
-from fastpipe.runtime.coordination.control import Control, Reply
+from fastpipe.runtime.coordination.control import Control, Replies, Reply
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.gather import Gather, SharedMemoryGather, StoreGather
 from fastpipe.runtime.coordination.host import Identity, RanksPerHost, same_host
@@ -77,7 +77,7 @@ class Processes(Control):
         self._breaker = CircuitBreaker(min(STORE_SECONDS, timeout / 4))
         self._place_breaker = CircuitBreaker(min(1.0, timeout / 4))
 
-    def setup(self, message: Reply) -> list[Reply]:
+    def setup(self, message: Reply) -> Replies:
         """Exchange identities, watch the processes that can be watched, and use shared memory if all can."""
         identity = self._local_peers.identity() | self._shared_gather.offer()
         replies = self.exchange("setup", identity | message)
@@ -174,14 +174,14 @@ class Processes(Control):
         if self._gather is self._store_gather:
             self._store_gather.forget(self.step - 2)
 
-    def exchange(self, phase: str, message: Reply) -> list[Reply]:
+    def exchange(self, phase: str, message: Reply) -> Replies:
         """Send a message and return the messages of all processes."""
         written = len(self._store_gather.written)
         replies = self._gather.exchange(self.step, phase, message)
         if self.step == 0:
             # all have read the earlier ones
             self._breaker.call(lambda: self._store_gather.forget_first(written), None)
-        return replies
+        return Replies(replies)
 
     def publish(self, failure: Failure) -> Failure:
         """Write a failure into the store, unless another process was faster, and wake the others."""

@@ -340,7 +340,6 @@ class Replicated(DataParallel):
         self.stage = stage
         self.device: torch.device = wrappers[0].device
         self.groups = list(dict.fromkeys(wrapper.process_group for wrapper in wrappers))
-        self.broken = {}
         self.num_replicas = max(group.size() for group in self.groups)
         self.description = f"in DistributedDataParallel over {self.num_replicas} replicas"
         self._set: list[dict[str, bool]] = []
@@ -421,7 +420,8 @@ class Replicated(DataParallel):
         """Start the average of each bucket once its gradients are complete."""
         # All replicas need the same order of collectives, whatever their gradients. Of two wrappers either may be
         # first; a SyncBatchNorm has collectives of its own in the backward.
-        if self._reduces and not self._begun and self._starts_early and self._set[0]["require_backward_grad_sync"]:
+        is_early = self._starts_early and not self._begun and not self.lost()
+        if self._reduces and is_early and self._set[0]["require_backward_grad_sync"]:
             self._early = self._average(self.wrappers[0])
             self._early.watch(comes)
 
@@ -430,13 +430,19 @@ class Replicated(DataParallel):
         if not self._reduces or self._begun:
             return
         self._begun = True
+        if self.lost():  # `finish` reports that this replica took no part
+            return
         for wrapper, flags in zip(self.wrappers, self._set, strict=True):
             # no_sync() of the user is respected
             if flags["require_backward_grad_sync"]:
                 average = self._early or self._average(wrapper)
                 self._early = None
                 skips = self._skips, self._skips and bool(self._reduced[wrapper].unreduced())
-                average.complete(failed, skips, self.marks())
+                try:
+                    average.complete(failed, skips, self.marks())
+                except Exception as error:  # of a hook, before its collective
+                    self.broken[wrapper.process_group] = cause_text(error)
+                    raise
                 self._running.append(average)
         self._took_part = True
 
@@ -457,10 +463,10 @@ class Replicated(DataParallel):
                 cause = self.explained(cause, failure, deadline)
         except FailureError as error:
             if error.failure.is_fatal:  # replicas wait in the groups of the other wrappers, too
-                self.broken = dict.fromkeys(self.groups, error.failure.cause)
+                self.broken.update(dict.fromkeys(self.groups, error.failure.cause))
             raise
         except Exception as error:  # replicas may wait in a collective that has not begun here
-            self.broken = dict.fromkeys(self.groups, cause_text(error))
+            self.broken.update(dict.fromkeys(self.groups, cause_text(error)))
             raise FailureError(Failure(None, cause_text(error), is_fatal=True)) from error
         finally:
             self._restore([average.wrapper for average in running])

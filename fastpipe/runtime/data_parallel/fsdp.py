@@ -63,12 +63,12 @@ class Sharded(DataParallel):
         meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
         self.device: torch.device = self._groups[0].device
         self.groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-        self.broken = {}
         self.num_replicas = max(int(mesh.size()) for mesh in meshes)
         self.description = f"sharded by fully_shard over {self.num_replicas} replicas"
         self._mode = 0
         self._announced: torch.Tensor | None = None
         self._announcing: Any = None
+        self._why: str | None = None  # the result of `_why_not_alike`; None until it is known
         is_host = self.device.type == "cpu"
         # a stream of its own, so that reading what was announced does not wait for the step's kernels
         self._aside: Any = contextlib.nullcontext() if is_host else torch.Stream(device=self.device)
@@ -118,13 +118,17 @@ class Sharded(DataParallel):
         return torch_private.fsdp_roots(self._states)
 
     def prepare(self) -> None:
-        """Find the outermost modules, as the first forward does."""
+        """Find the outermost modules, as the first forward does, and use of collectives only what Gloo has."""
         torch_private.find_fsdp_roots(self._states)
+        for group in self._groups:
+            if self.device.type == "cpu" and group.gradient_divide_factor is not None:
+                group.force_sum_reduction_for_comms = True  # Gloo does not multiply what it sums
 
     def begin(self, reduces: bool, num_microbatches: int) -> None:
         """Mark no backward as the last one, and reshard only when the schedule says so."""
         super().begin(reduces, num_microbatches)
-        self._mode, self._announced = 2 if reduces else int(torch.is_grad_enabled()), None
+        self._mode = 2 if reduces else int(torch.is_grad_enabled())
+        self._announced = self._why = None
         self._last = [(context, context.is_last_backward) for context in map(torch_private.fsdp_context, self._roots())]
         self._flags = [(group, {name: getattr(group, name) for name in _HELD_BACK}) for group in self._groups]
         for context, _ in self._last:
@@ -149,11 +153,14 @@ class Sharded(DataParallel):
         """
         if self._announced is None:
             return ""
-        with self._aside:
-            if self._announcing is not None:
+        if self._why is None:
+            with self._aside:
                 announcing, self._announcing = self._announcing, None
                 self._collect(announcing)
-            count, total, squares, modes, mode_squares = self._announced.tolist()
+                self._why = self._compared(*self._announced.tolist())
+        return self._why
+
+    def _compared(self, count: int, total: int, squares: int, modes: int, mode_squares: int) -> str:
         if count * mode_squares != modes**2:
             return (
                 f"the replicas of stage {self.stage}, in the processes {self.processes()}, were not called alike, here "
@@ -209,6 +216,8 @@ class Sharded(DataParallel):
 
     def _reduce(self, group: Any, flags: Mapping[str, Any], failed: bool) -> None:
         before = torch_private.fsdp_collectives(group)
+        if any(processes in self.broken for processes, _ in before):
+            return
         try:
             group.wait_for_unshard()
             _set(group, flags)
@@ -274,12 +283,12 @@ class Sharded(DataParallel):
                 sums += 1  # so that the other dimension's pipelines end, too: this one's are closed
         num_failed, num_broken = sums.tolist()
         cause = ""
-        if num_failed and len(self.broken) < len(self.groups):
+        if num_failed and len(self.lost()) < len(self.groups):
             cause = self.explained(
                 "the step failed in another of the replicas that share this stage", failure, deadline
             )
         if num_broken or (cause and failure is None):
-            cause = next(iter(self.broken.values()), cause)
+            cause = next((self.broken[group] for group in self.lost()), cause)
             raise FailureError(Failure(None, cause, is_fatal=bool(num_broken)))
 
     def forget(self) -> None:

@@ -18,6 +18,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,8 @@ class DataParallel(ABC):
     Attributes:
         wrapped: the wrapped modules of the stage; the wrapper handles all that is in them.
         groups: over which its collectives run, one for each dimension of the replicas' mesh.
-        broken: those of them that have lost a process, with who it may be.
+        broken: groups, also of other stages, that have lost a process or missed a collective, with the cause. Nobody
+            begins another collective there: Gloo ends the process if it receives messages of another size.
         num_replicas: the number of processes that share the stage.
         device: where its gradients are.
         description: the wrapper, for `Pipeline.describe`.
@@ -80,7 +82,7 @@ class DataParallel(ABC):
     stage: int
     wrapped: Sequence[nn.Module]
     groups: Sequence[dist.ProcessGroup]
-    broken: dict[dist.ProcessGroup, str]
+    broken: ClassVar[WeakKeyDictionary[dist.ProcessGroup, str]] = WeakKeyDictionary()
     num_replicas: int
     device: torch.device
     description: str
@@ -108,7 +110,7 @@ class DataParallel(ABC):
         Raises:
             FailureError: a fatal one, if a group breaks in it.
         """
-        found, before = (failure or "").encode()[:_LONGEST], set(self.broken)
+        found, before = (failure or "").encode()[:_LONGEST], self.lost()
         for group in self.groups:
             own = torch.frombuffer(bytearray(found.ljust(_LONGEST, b"\0")), dtype=torch.uint8).to(self.device)
             everywhere = [torch.empty_like(own) for _ in range(group.size())]
@@ -116,7 +118,7 @@ class DataParallel(ABC):
                 continue
             texts = (bytes(other.tolist()).rstrip(b"\0") for other in everywhere)
             found = next(filter(None, texts), b"")
-        for group in self.broken.keys() - before:
+        for group in set(self.lost()).difference(before):
             raise FailureError(Failure(None, self.broken[group], is_fatal=True))
         return f"{cause}: {found.decode(errors='ignore')}" if found else cause
 
@@ -155,6 +157,10 @@ class DataParallel(ABC):
             except RuntimeError as error:
                 self.lose(group, error)
         return group not in self.broken
+
+    def lost(self) -> list[dist.ProcessGroup]:
+        """Its groups that are broken."""
+        return [group for group in self.groups if group in self.broken]
 
     def lose(self, group: dist.ProcessGroup, error: RuntimeError) -> None:
         """Note in `broken` that a collective of a group was late or raised, and who may have caused that."""

@@ -471,7 +471,7 @@ class LocalRanks:
                 action = f"{stage}{Op.REDUCE_GRAD.name}"
                 self._publish(Failure(rank, cause_text(error), stage, action, is_fatal=is_fatal), error)
         # in a ring some replicas wait for this one, and not for the process that is lost
-        leave_groups(dict.fromkeys(group for _, parallel in replicated for group in parallel.broken), self.device)
+        leave_groups(dict.fromkeys(group for _, parallel in replicated for group in parallel.lost()), self.device)
 
     def _failed(self, program: Program, rank: int, position: int, error: BaseException) -> None:
         """Called by an executor at once, before it drains."""

@@ -52,7 +52,7 @@ from fastpipe.runtime.model.cuts import (
     restored,
 )
 from fastpipe.runtime.model.modules import (
-    NamedParameter,
+    NamedTensor,
     OtherLayers,
     Stages,
     Unfilled,

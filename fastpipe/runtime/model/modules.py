@@ -16,7 +16,7 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import fx, nn
@@ -229,8 +229,11 @@ def _computing(device: torch.device) -> torch.device:
     return device
 
 
-class NamedParameter(NamedTuple):
-    """A parameter of this process.
+Held = TypeVar("Held", bound=torch.Tensor, covariant=True)
+
+
+class NamedTensor(NamedTuple, Generic[Held]):
+    """A parameter of this process, or its gradient.
 
     Attributes:
         stage: its stage; of a tied weight the first stage of the model that uses it.
@@ -240,13 +243,13 @@ class NamedParameter(NamedTuple):
 
     stage: int
     name: str
-    parameter: nn.Parameter
-    is_echo: bool
+    tensor: Held
+    is_echo: bool = False
 
 
 def named_parameters(
     modules: Mapping[int, nn.Module], first_names: Mapping[str, tuple[int, str]]
-) -> Iterator[NamedParameter]:
+) -> Iterator[NamedTensor[nn.Parameter]]:
     """Every parameter of the local stages once, in the unsplit model's order; of tied shards the first.
 
     Args:
@@ -260,7 +263,7 @@ def named_parameters(
             known = first or (stage, prefix + name)
             if not seen & {id(parameter), known[1]}:
                 seen |= {id(parameter), known[1]}
-                yield NamedParameter(*known, parameter, first is not None)
+                yield NamedTensor(*known, parameter, first is not None)
 
 
 def prefixes_message(modules: Mapping[int, nn.Module]) -> dict[str, str]:

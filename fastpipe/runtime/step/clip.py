@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fastpipe.errors import StepError
 from fastpipe.runtime.common import (
@@ -25,22 +26,12 @@ from fastpipe.runtime.common import (
     is_dtensor,
     torch_private,
 )
-from fastpipe.runtime.coordination import Reply
+from fastpipe.runtime.coordination import Replies, Reply
 from fastpipe.runtime.data_parallel import wait_for
-from fastpipe.runtime.model import NamedParameter
+from fastpipe.runtime.model import NamedTensor
 from fastpipe.runtime.step.steps import Steps
 
 logger = logging.getLogger("fastpipe")
-AllGather = Callable[[str, Callable[[], Reply]], list[Reply]]
-
-
-class NamedGrad(NamedTuple):
-    """A gradient of this process; attributes as of `fastpipe.runtime.model.NamedParameter`."""
-
-    stage: int
-    name: str
-    grad: torch.Tensor
-    is_echo: bool = False
 
 
 class Norm(NamedTuple):
@@ -123,12 +114,12 @@ class GradNorms:
 
     def gather(
         self,
-        all_gather: AllGather,
+        all_gather: Callable[[str, Callable[[], Reply]], Replies],
         call: str,
-        held: Sequence[NamedGrad],
+        held: Sequence[NamedTensor[torch.Tensor]],
         make: Callable[[], tuple[float, Reply]],
         timeout: float,
-    ) -> tuple[torch.Tensor, list[Reply]]:
+    ) -> tuple[torch.Tensor, Replies]:
         """The norms of all ranks' gradients, in the order of `norms`. Collective.
 
         Args:
@@ -141,7 +132,7 @@ class GradNorms:
         Returns:
             The norms, and the messages of all ranks.
         """
-        table = [(h.stage, h.name, dtype_name(h.grad.dtype), h.is_echo) for h in held]
+        table = [(h.stage, h.name, dtype_name(h.tensor.dtype), h.is_echo) for h in held]
 
         def numbers() -> Reply:
             order, more = make()
@@ -162,16 +153,17 @@ def _unpacked(replies: Sequence[Reply]) -> torch.Tensor:
     return torch.cat([decoded(*reply["norms"]) for reply in replies])
 
 
-def check_elsewhere(norms: GradNorms, values: torch.Tensor, replies: Sequence[Reply], num_ranks: int) -> None:
+def check_elsewhere(norms: GradNorms, values: torch.Tensor, replies: Replies) -> None:
     """Refuse gradients that differ between the pipelines of a mesh: their norm is that of a part."""
-    for first in range(0, len(replies), num_ranks):
-        other = norms.values(_unpacked(replies[first : first + num_ranks]))
+    for first in range(0, len(replies.elsewhere), len(replies)):
+        pipeline = replies.elsewhere[first : first + len(replies)]
+        other = norms.values(_unpacked(pipeline))
         close = torch.isclose(values, other, rtol=1e-3, equal_nan=True)
         if not close.all():
             i = int((~close).nonzero()[0])
             raise ValueError(
                 f"the gradient of {norms.norms[i].place} has norm {values[i].item():g} here and {other[i].item():g} "
-                f"at {replies[first]['pipeline']} in the mesh: make a parameter of which every rank has a part a "
+                f"at {pipeline[0]['pipeline']} in the mesh: make a parameter of which every rank has a part a "
                 "DTensor (torch.distributed.tensor.distribute_tensor), and sum a gradient to which every rank adds a "
                 "part"
             )
@@ -196,7 +188,7 @@ def _number(value: Any) -> float:
 
 
 @torch.no_grad()
-def norms_of(held: Sequence[NamedGrad], order: float, timeout: float) -> torch.Tensor:
+def norms_of(held: Sequence[NamedTensor[torch.Tensor]], order: float, timeout: float) -> torch.Tensor:
     """The norm of each gradient, as doubles on the CPU (exact for every dtype); one transfer for all.
 
     Raises:
@@ -204,12 +196,12 @@ def norms_of(held: Sequence[NamedGrad], order: float, timeout: float) -> torch.T
         FailureError: if a process that has a part of a gradient does not come within the timeout.
     """
     for h in held:
-        if h.grad.layout is not torch.strided:
+        if h.tensor.layout is not torch.strided:
             raise ValueError(
                 f"the gradient of {h.name} (stage {h.stage}) is sparse, which torch's norm does not support: leave "
                 "out sparse=True of its embedding, or make .grad dense by to_dense() before it is clipped"
             )
-    grads = [h.grad for h in held]
+    grads = [h.tensor for h in held]
     norms: list[torch.Tensor] = [torch.empty(0)] * len(grads)
     plain = [i for i, grad in enumerate(grads) if not is_dtensor(grad)]
     for _, tensors, places in torch_private.grouped([grads[i] for i in plain]):
@@ -287,7 +279,7 @@ def report_nonfinite(
     total: torch.Tensor,
     norms: Sequence[Norm],
     values: torch.Tensor,
-    local: Sequence[NamedGrad],
+    local: Sequence[NamedTensor[torch.Tensor]],
     *,
     is_error: bool,
     expected: bool = False,
@@ -318,30 +310,22 @@ def report_nonfinite(
 def clip_grad_norm(
     steps: Steps,
     gathering: GradNorms,
-    named: Sequence[NamedParameter],
+    named: Sequence[NamedTensor[nn.Parameter]],
     device: torch.device,
     max_norm: Any,
     norm_type: Any,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
     """See `fastpipe.Pipeline.clip_grad_norm_`."""
-    local = [NamedGrad(p.stage, p.name, p.parameter.grad, p.is_echo) for p in named if p.parameter.grad is not None]
+    local = [NamedTensor(p.stage, p.name, p.tensor.grad, p.is_echo) for p in named if p.tensor.grad is not None]
 
     def arguments() -> tuple[float, Reply]:
         # an error here is an error on every rank, so no rank hangs
         limit, order = check_limits(max_norm, norm_type)
         return order, {"arguments": [limit, order, bool(error_if_nonfinite)]}
 
-    elsewhere: list[Reply] = []
-
-    def all_gather(call: str, make: Callable[[], Reply]) -> list[Reply]:
-        replies = steps.all_gather(call, make)
-        # of the first call; names may follow
-        elsewhere[:] = elsewhere or steps.control.elsewhere
-        return replies
-
-    values, replies = gathering.gather(all_gather, "clip_grad_norm_", local, arguments, steps.ranks.timeout)
-    check_elsewhere(gathering, values, elsewhere, len(replies))
+    values, replies = gathering.gather(steps.all_gather, "clip_grad_norm_", local, arguments, steps.ranks.timeout)
+    check_elsewhere(gathering, values, replies)
     limit, order, is_error = same_arguments(replies)
     norms, total = gathering.norms, gathering.total(values, order, device)
     # a scaler tries large scales and skips steps that overflow
@@ -350,7 +334,7 @@ def clip_grad_norm(
     return total
 
 
-def _clip_by(named: Sequence[NamedParameter], limit: float, total: torch.Tensor) -> None:
+def _clip_by(named: Sequence[NamedTensor[nn.Parameter]], limit: float, total: torch.Tensor) -> None:
     """Scale gradients like torch."""
-    for parameters in by_mesh(p.parameter for p in named):
+    for parameters in by_mesh(p.tensor for p in named):
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)

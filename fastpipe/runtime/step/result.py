@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import itemgetter
@@ -21,17 +20,12 @@ import torch.distributed as dist
 
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
-    Failure,
-    FailureError,
     Tensors,
-    call_in_thread,
-    cause_text,
     decoded,
     dense_all,
     dtype_name,
     dtype_of,
     encoded,
-    waiting,
 )
 from fastpipe.runtime.coordination import Control, DeferredResults, Reply
 from fastpipe.runtime.executor import DeviceEvent, DeviceEvents, Spans
@@ -463,12 +457,7 @@ def gather_outputs(steps: Steps, member: Membership, device: torch.device, own: 
     arrived: dict[int, Tensors] = {}
 
     def receive(replies: Sequence[Reply]) -> None:
-        try:
-            arrived.update(_received(replies, packed, member, device, steps))
-        except FailureError:
-            raise
-        except RuntimeError as error:  # others may wait for this rank
-            raise FailureError(Failure(member.rank, cause_text(error), is_fatal=True)) from error
+        arrived.update(_received(replies, packed, member, device))
 
     steps.all_gather("gather_outputs", headers, receive)
     outputs = dict(own)
@@ -479,7 +468,7 @@ def gather_outputs(steps: Steps, member: Membership, device: torch.device, own: 
 
 
 def _received(
-    replies: Sequence[Reply], packed: Mapping[int, Tensors], member: Membership, device: torch.device, steps: Steps
+    replies: Sequence[Reply], packed: Mapping[int, Tensors], member: Membership, device: torch.device
 ) -> dict[int, Tensors]:
     """The tensors of other ranks' outputs, by microbatch; ``packed`` are this rank's, for the others."""
     works, arriving = [], {}
@@ -490,7 +479,8 @@ def _received(
                 tensors = tuple(torch.empty(shape, dtype=dtype_of(dtype), device=device) for dtype, shape in received)
                 arriving[i] = tensors
             works += [_broadcast(tensor, member, rank) for tensor in tensors if tensor.numel()]
-    _await_all(works, steps, member.device)
+    for work in works:
+        work.wait()  # on a device the current stream waits
     return arriving
 
 
@@ -499,30 +489,3 @@ def _broadcast(tensor: torch.Tensor, member: Membership, rank: int) -> Any:
     # a receive buffer is contiguous, so `line` is a view of it
     line = tensor.to(member.device).contiguous().view(-1).view(torch.uint8)
     return dist.broadcast(line, src=member.ranks[rank], group=member.group, async_op=True)
-
-
-def _await_all(works: Sequence[Any], steps: Steps, device: torch.device) -> None:
-    """Wait for collectives that all ranks have begun, or should have.
-
-    Raises:
-        FailureError: for a rank that has not, or is lost.
-    """
-
-    def end() -> None:
-        for work in works:
-            work.wait()
-
-    if device.type != "cpu":  # the current stream waits
-        return end()
-    ending = call_in_thread(end, "fastpipe-outputs")
-    for pause in waiting(steps.ranks.timeout, steps.control.lost):
-        if wait([ending], pause).done:
-            break
-    steps.control.exchange("outputs", {})  # names a rank that does not come here
-    try:
-        ending.result(timeout=0)
-    except TimeoutError:
-        cause = f"outputs were not gathered within {steps.ranks.timeout:g} s"
-        raise FailureError(Failure(None, cause, is_fatal=True)) from None
-    finally:
-        del ending  # its exception holds this frame

@@ -10,14 +10,14 @@ and run the step, as none has computed anything yet.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import operator
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, replace
-from datetime import timedelta
 from functools import partial, reduce
 from typing import Any, NoReturn
 
@@ -26,19 +26,26 @@ from torch import nn
 
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
-    EXIT_SECONDS,
     Failure,
     FailureError,
     Interrupts,
     ReentrancyGuard,
-    attended,
+    call_in_thread,
     cause_text,
     failure_of,
     listed,
     set_grad_dtype,
     waiting,
 )
-from fastpipe.runtime.coordination import Control, Cores, Reply, exchange_or_refuse, prepare_together, sharing_batch
+from fastpipe.runtime.coordination import (
+    Control,
+    Cores,
+    Replies,
+    Reply,
+    exchange_or_refuse,
+    prepare_together,
+    sharing_batch,
+)
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
 from fastpipe.runtime.model import OtherLayers, StageCopies, Unfilled, check_changes, flags_of
 from fastpipe.runtime.stage import IN_TURNS, NoLoss, RandomNumbers, RngUsage, Stage, StageWork
@@ -156,6 +163,8 @@ def _update_wrapper(stage: Stage) -> None:
 _COMPARED_WHOLE, _COMPARED_EVERY = 2, 256
 """Ranks compare all values of their batches in the first steps and periodically, which waits for the device. In other
 steps they compare a sample of the CPU tensors."""
+_ROUND_SECONDS = 5.0
+"""After this time ranks in collective work tell each other that they are alive."""
 _MAX_SIGNATURES = 64
 """The number of cached input signatures; other signatures cost a step with headers."""
 
@@ -277,7 +286,7 @@ class Steps:
             self.watchdog.end()
             self.control.end()
 
-    def _agree_on_inputs(self, request: Request) -> tuple[Inputs, list[Reply]]:
+    def _agree_on_inputs(self, request: Request) -> tuple[Inputs, Replies]:
         """Take the inputs on every process; if one fails, all raise."""
         errors: list[BaseException] = []
         inputs = Inputs()
@@ -315,7 +324,7 @@ class Steps:
             self._check_replies(request, replies)
         with self._published():
             if self.ranks.pairs.way == IN_TURNS:
-                usages = [RngUsage(*reply["random"]) for reply in (*replies, *self.control.elsewhere)]
+                usages = [RngUsage(*reply["random"]) for reply in replies.everywhere]
                 self.random.elsewhere = reduce(operator.or_, usages)
             self.copies.agreed()
             if self.unfilled is not None:
@@ -335,7 +344,7 @@ class Steps:
         self.copies.equalise(initialised=True)
         self.unfilled = None
 
-    def _agree(self, message: Reply, errors: list[BaseException], refusal: str) -> list[Reply]:
+    def _agree(self, message: Reply, errors: list[BaseException], refusal: str) -> Replies:
         """Exchange the messages at the start; a rank that cannot start is an error on every rank.
 
         Args:
@@ -355,22 +364,22 @@ class Steps:
             raise refused.error(refusal)
         return replies
 
-    def _check_calls(self, replies: Sequence[Reply]) -> None:
+    def _check_calls(self, replies: Replies) -> None:
         calls = [reply["call"] for reply in replies]
         if len(set(calls)) > 1:
             listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             raise ValueError(f"the ranks do not make the same call: {listed}")
-        for reply in self.control.elsewhere:
+        for reply in replies.elsewhere:
             if reply["call"] != calls[0]:
                 raise ValueError(
                     f"the pipelines of the mesh do not make the same call, and their stages share collectives: here "
                     f"{calls[0]}; at {reply['pipeline']}: {reply['call']}"
                 )
 
-    def _check_replies(self, request: Request, replies: Sequence[Reply]) -> None:
+    def _check_replies(self, request: Request, replies: Replies) -> None:
         """Refuse inputs that do not fit together. All pipelines of a mesh refuse those of one: their stages meet."""
         pipelines: dict[str, list[Reply]] = {self.control.pipeline: [*replies]}
-        for reply in self.control.elsewhere:
+        for reply in replies.elsewhere:
             pipelines.setdefault(reply["pipeline"], []).append(reply)
         for own in pipelines.values():
             self._check_pipeline(request, own)
@@ -383,9 +392,9 @@ class Steps:
             check_batches(same)
         self._check_peers(replies)
 
-    def _check_peers(self, replies: Sequence[Reply]) -> None:
+    def _check_peers(self, replies: Replies) -> None:
         """Refuse steps in which the same rank of several pipelines of a mesh would run other collectives."""
-        for number, theirs in enumerate(self.control.elsewhere):
+        for number, theirs in enumerate(replies.elsewhere):
             rank = number % len(replies)
             own, other, pipeline = replies[rank]["modes"], theirs["modes"], theirs["pipeline"]
             place = f"on rank {rank} of this pipeline and of that at {pipeline}, whose stages share collectives"
@@ -543,7 +552,7 @@ class Steps:
             return self.announced[signature]
         return len(self.announced) if len(self.announced) < _MAX_SIGNATURES else next(iter(self.announced.values()))
 
-    def _finish(self, outcome: Outcome, request: Request, trace: bool) -> list[Reply]:
+    def _finish(self, outcome: Outcome, request: Request, trace: bool) -> Replies:
         """Exchange the outcomes, and sum the gradients of stages that two ranks hold."""
         self.watchdog.phase = "has run the step, and waits for the outcome of the other ranks"
         try:
@@ -687,14 +696,14 @@ class Steps:
             stage.has_split, stage.deferred = False, frozenset()
 
     def all_gather(
-        self, call: str, make: Callable[[], Reply], then: Callable[[list[Reply]], None] | None = None
-    ) -> list[Reply]:
+        self, call: str, make: Callable[[], Reply], then: Callable[[Replies], None] | None = None
+    ) -> Replies:
         """Gather a message from every process, between steps.
 
         Args:
             call: the name of the call, the same on every rank.
             make: returns the message; an exception is an error on every rank.
-            then: called with the messages, for collective work; see `attend`.
+            then: called with the messages, for collective work; see `_together`.
 
         Raises:
             StepError: if another process failed, is dead or is silent.
@@ -709,8 +718,7 @@ class Steps:
                 errors.append(error)
             replies = self._agree(message, errors, f"failed in {call}")
             if then is not None:
-                self.watchdog.phase = f"is in {call}"
-                then(replies)
+                self._together(call, partial(then, replies))
             return replies
 
     @contextlib.contextmanager
@@ -722,29 +730,66 @@ class Steps:
         finally:
             self._part_of = ""
 
-    def attend(self, work: Callable[[], None]) -> None:
-        """Run collective work of another library, of any duration, unless a process is lost.
+    def _together(self, call: str, work: Callable[[], None]) -> None:
+        """Run collective work in a thread, which gets this thread's stream and no other state of it.
 
-        Raises:
-            FailureError: if a process is lost. The work is then abandoned.
+        The work may take any time. In rounds of an exchange the ranks tell each other whether theirs has ended. So a
+        silent rank is named after the timeout, and all learn of an error that is raised on one rank alone. If all have
+        ended, the pipeline can be used further.
         """
         if self.control.is_alone:
             return work()
-        device = self.device
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
-        def work_on_device() -> None:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
+        def work_in_thread() -> None:
+            if stream is not None:
+                torch.cuda.set_stream(stream)  # and the device
             work()
 
+        self.watchdog.phase = f"is in {call}"
+        running = call_in_thread(work_in_thread, "fastpipe-collective")
+        seconds = min(self.ranks.timeout / 4, _ROUND_SECONDS)
+        errors: list[BaseException] = []
+        has_failed = False
         try:
-            attended(work_on_device, self.control.lost, timedelta.max)
+            with self._published():
+                for number in itertools.count():
+                    ended = bool(errors) or self._has_ended(running, seconds, errors)
+                    failure = Failure(self.control.rank, cause_text(errors[0])) if errors else None
+                    exchange = partial(self.control.exchange, f"end {number}")
+                    replies, refused = exchange_or_refuse(exchange, {"ended": ended}, failure)
+                    if all(reply["ended"] for reply in replies.everywhere):
+                        break
+                    if refused is not None and has_failed:  # in the last round, too: others may wait for that rank
+                        lost = replace(refused, cause=f"{call}: {refused.cause}", is_fatal=True)
+                        raise errors[0] if errors else FailureError(lost)
+                    has_failed = refused is not None
+            if errors:
+                raise errors[0]
+        finally:
+            errors.clear()
+            del running  # its exception holds this frame
+        if refused is not None:
+            raise refused.error(f"failed in {call}")
+
+    def _has_ended(self, running: Future[None], seconds: float, errors: list[BaseException]) -> bool:
+        """Wait for the work of this rank; an exception of it, or of a signal's handler, is added to ``errors``.
+
+        Raises:
+            FailureError: if a process is lost.
+        """
+        try:
+            for pause in waiting(seconds, self.control.lost):
+                if wait([running], pause).done:
+                    running.result()
+                    return True
         except FailureError:
             raise
-        except BaseException:  # raised again, unless a lost process caused it
-            for pause in waiting(EXIT_SECONDS, self.control.lost):
-                time.sleep(pause)
-            raise
+        except BaseException as error:  # raised again by `_together`, after the exchange
+            errors.append(error)
+        finally:
+            del running
+        return bool(errors)
 
 
 def _lost(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, failure: Failure) -> None:
