@@ -34,7 +34,7 @@ for number, (x, target) in enumerate(loader):
         loss = pipe.step(x, target=target).loss
         if accelerator.sync_gradients:
             pipe.clip_grad_norm_(1.0)
+            optimizer.step()
             scheduler.step()
-        optimizer.step()
-        optimizer.zero_grad()
+            optimizer.zero_grad()
     accelerator.print(f"batch {number}: loss {loss:.6f}")

@@ -1,11 +1,11 @@
-"""A LightningModule with a pipeline, in one process or, with fastpipe's strategy, in several.
+"""A LightningModule with a pipeline, in one process or several, which resume from each other's checkpoints.
 
 python examples/lightning_loop.py FOLDER
-torchrun --nproc-per-node 2 examples/lightning_loop.py FOLDER [CHECKPOINT [EPOCHS]]
+torchrun --nproc-per-node 2 examples/lightning_loop.py FOLDER --resume CHECKPOINT --epochs 3
 """
 
+import argparse
 import os
-import sys
 
 import lightning
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastpipe
+from fastpipe.integrations.lightning import PipelineStrategy
 
 PROCESSES = int(os.getenv("WORLD_SIZE", 1))
 
@@ -50,27 +51,26 @@ class Module(lightning.LightningModule):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="for checkpoints")
+    parser.add_argument("--resume", help="the checkpoint to go on from")
+    parser.add_argument("--epochs", type=int, default=2)
+    options = parser.parse_args()
     data = TensorDataset(*torch.randn(2, 48, 16, generator=torch.Generator().manual_seed(1)))
-    folder, checkpoint, epochs = (*sys.argv[1:], *["", "", "2"][len(sys.argv) - 1 :])
-    strategy = "auto"
-    if PROCESSES > 1:
-        from fastpipe.integrations.lightning import PipelineStrategy
-
-        strategy = PipelineStrategy(process_group_backend="gloo" if not torch.cuda.is_available() else None)
     trainer = lightning.Trainer(
-        max_epochs=int(epochs),
+        max_epochs=options.epochs,
         devices=PROCESSES,
         accelerator="auto",
-        strategy=strategy,
+        strategy=PipelineStrategy(process_group_backend="gloo" if not torch.cuda.is_available() else None),
         use_distributed_sampler=False,  # every rank has the same batches
-        default_root_dir=folder,
+        default_root_dir=options.folder,
         log_every_n_steps=1,
         enable_progress_bar=False,
         logger=False,
     )
     batches = DataLoader(data, batch_size=16)
     module = Module()
-    trainer.fit(module, batches, batches, ckpt_path=checkpoint or None)
+    trainer.fit(module, batches, batches, ckpt_path=options.resume)
     (found,) = trainer.validate(module, batches, verbose=False)
     print(f"validation {found['validation']:.6f}")
 

@@ -54,13 +54,14 @@ def test_a_model_that_accelerate_has_patched_is_refused(monkeypatch: pytest.Monk
 
 @needs_lightning
 def test_lightning_has_the_same_losses_in_one_process_and_in_two_and_goes_on(tmp_path: Path) -> None:
+    """A checkpoint of one process goes on in two."""
     one, two, three = (str(tmp_path / name) for name in ("one", "two", "three"))
     alone = losses(run("lightning_loop.py", one))
     assert len(alone) == 6 + 1 and losses(run("lightning_loop.py", two, processes=2)) == alone
-    (saved,) = Path(two, "checkpoints").iterdir()
-    assert fastpipe.latest_checkpoint(saved.parent) == saved
-    resumed = run("lightning_loop.py", three, str(saved), "3", processes=2)
-    longer = losses(run("lightning_loop.py", str(tmp_path / "four"), "", "3"))
+    (saved,), (of_two,) = (list(Path(folder, "checkpoints").iterdir()) for folder in (one, two))
+    assert all(fastpipe.latest_checkpoint(path.parent) == path for path in (saved, of_two))
+    resumed = run("lightning_loop.py", three, "--resume", str(saved), "--epochs", "3", processes=2)
+    longer = losses(run("lightning_loop.py", str(tmp_path / "four"), "--epochs", "3"))
     assert {name: longer[name] for name in losses(resumed)} == losses(resumed)
     assert {"step 7", "step 9", "validation"} <= losses(resumed).keys()
 
