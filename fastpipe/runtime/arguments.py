@@ -192,6 +192,19 @@ class ExecutionArguments:
             raise ValueError(f"warn_after = {seconds!r}: give seconds, more than 0, or None")
         return float(seconds)
 
+    def check_member(self) -> None:
+        """Refuse a process outside the mesh or group, of which its processes are not to know.
+
+        Raises:
+            ValueError: naming the argument.
+        """
+        name, given = ("group", self.group) if self.mesh is None else ("mesh", self.mesh)
+        is_outside = given is dist.GroupMember.NON_GROUP_MEMBER
+        if is_outside or (hasattr(given, "get_coordinate") and given.get_coordinate() is None):
+            raise ValueError(
+                f"{name}: this process (rank {dist.get_rank()}) is not in it; build the Pipeline only in its processes"
+            )
+
     def pipeline_group(self) -> Any:
         """The pipeline's processes: ``group``, or that of dimension ``"pp"`` of the mesh; None for all.
 
@@ -241,16 +254,20 @@ class ExecutionArguments:
     def check_replicas(self, stages: Iterable[Stage]) -> None:
         """Refuse stages whose gradients would not be averaged over the mesh's replicas."""
         names = () if self.mesh is None else self.mesh.mesh_dim_names
-        replicated = {name: self.mesh[name].size() for name in names if name.startswith("dp") or name == "cp"}
-        wanted = math.prod(replicated.values())
-        for stage in stages:
+        groups = {name: self.mesh.get_group(name) for name in names if name.startswith("dp") or name == "cp"}
+        wanted = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+        count = math.prod(map(len, wanted.values()))
+        for stage in stages if count > 1 else ():
             found = 1 if stage.parallel is None else stage.parallel.num_replicas
+            processes = [dist.get_rank()] if stage.parallel is None else stage.parallel.processes()
             trains = any(parameter.requires_grad for parameter in stage.module.parameters())
-            if trains and found < wanted:
+            # a wrapper may average over more dimensions than these, but not over others
+            if trains and (found < count or not {*processes}.issuperset(itertools.chain(*wanted.values()))):
                 raise ValueError(
-                    f"mesh has {wanted} replicas of stage {stage.index} ({replicated}), and its gradients would be "
-                    f"averaged over {found}: wrap it in fully_shard over these dimensions, pass data_parallel=, or "
-                    "leave the dimension out of the mesh if the script averages"
+                    f"mesh has {count} replicas of stage {stage.index} (processes along each dimension: {wanted}), and "
+                    f"its gradients would be averaged over {found} (processes {processes}): wrap it in fully_shard "
+                    "over these dimensions, pass data_parallel=, or leave the dimension out of the mesh if the script "
+                    "averages"
                 )
 
     @property

@@ -138,7 +138,9 @@ def find_world(arguments: Arguments) -> World:
 
     Raises:
         StepError: if the store of the process group does not answer.
+        ValueError: in a process that is not in the mesh or group.
     """
+    arguments.execution.check_member()
     try:
         return _find_world(arguments)
     except FailureError as error:

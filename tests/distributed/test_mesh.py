@@ -1,6 +1,7 @@
 """Tensor parallelism and sharding beside the pipeline, against the same mesh without a pipeline."""
 
 import itertools
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -511,6 +512,34 @@ def test_meshes_that_are_refused(names: tuple[str, str], given: dict[str, Any], 
     made = layers(mesh) if "data_parallel" in given else [Mlp() for _ in range(2)]
     with pytest.raises((ValueError, RuntimeError), match=says):
         Pipeline(made, "1f1b", 2, nn.functional.mse_loss, mesh=mesh, timeout=60, **given)
+
+
+@pytest.mark.parametrize("wrap", ["fully_shard", "data_parallel"])
+@on_ranks(4)
+def test_replicas_along_another_dimension_are_refused(wrap: str) -> None:
+    """There are as many, but they are other processes: gradients would be averages of other stages' or batches'."""
+    mesh = dist.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "ep"))
+    made: list[nn.Module] = [Mlp() for _ in range(2)]
+    if wrap == "fully_shard":
+        made = [fully_shard(layer, mesh=mesh["ep"]) for layer in made]
+    options = {"data_parallel": mesh["ep"]} if wrap == "data_parallel" else {}
+    processes = dist.get_process_group_ranks(mesh.get_group("ep"))
+    with pytest.raises(ValueError, match=rf"'dp': \[\d, \d\].*averaged over 2 \(processes {re.escape(str(processes))}"):
+        Pipeline(made, "1f1b", 2, nn.functional.mse_loss, mesh=mesh, timeout=60, **options)
+
+
+@on_ranks(4)
+def test_a_process_outside_is_refused_at_once() -> None:
+    """The others neither know nor wait; one that waited for them would give up after the timeout."""
+    mesh = DeviceMesh("cpu", torch.tensor([[0], [1]]), mesh_dim_names=("pp", "tp"))
+    group = dist.new_group([0, 1])
+    for options in ({"mesh": mesh}, {"group": mesh["pp"]}, {"group": group}):
+        if dist.get_rank() < 2:
+            assert Pipeline([Mlp(), Mlp()], "1f1b", 2, nn.functional.mse_loss, **options).schedule.num_ranks == 2
+        else:
+            text = said(lambda given=options: Pipeline([Mlp(), Mlp()], "1f1b", 2, timeout=0.001, **given))
+            (name,) = options
+            assert text.startswith(f"{name}: this process (rank {dist.get_rank()}) is not in it"), text
 
 
 def ordered(processes: list[list[int]]) -> str:
