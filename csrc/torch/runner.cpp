@@ -47,6 +47,34 @@ class ContextGuard final {
   const py::handle context_;
 };
 
+// The state of Python's of a helper thread. It lasts as long as the thread, as the engine leaves an error in it, and
+// ends in it: since Python 3.12 a state that another thread deletes takes that thread's own with it.
+class ThreadState final {
+ public:
+  explicit ThreadState(const bool& can_take_gil)
+      : can_take_gil_(can_take_gil), state_(PyThreadState_New(PyInterpreterState_Main())) {}
+  ThreadState(const ThreadState&) = delete;
+  ThreadState& operator=(const ThreadState&) = delete;
+  ~ThreadState() {
+    if (!can_take_gil_) return;
+    PyEval_RestoreThread(state_);
+    PyThreadState_Clear(state_);
+    PyThreadState_DeleteCurrent();
+  }
+
+ private:
+  const bool& can_take_gil_;
+  PyThreadState* state_;
+};
+
+// Whether the interpreter ends: another thread that asks for the GIL then never gets it. The GIL must be held.
+bool is_finalizing() {
+  PyObject* const function = PySys_GetObject("is_finalizing");  // null once sys is gone
+  const auto found = py::reinterpret_steal<py::object>(function != nullptr ? PyObject_CallNoArgs(function) : nullptr);
+  PyErr_Clear();
+  return found.ptr() != Py_False;
+}
+
 }  // namespace
 
 Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages, const Connect& connect,
@@ -75,14 +103,10 @@ Runner::Runner(const RankProgram& program, const std::vector<StagePlace>& stages
 }
 
 Runner::~Runner() {
-  if (Py_IsInitialized() != 0) {
-    const py::gil_scoped_release no_gil;  // it may wait for a thread
-    executor_.reset();                    // the helper has ended
-  }
-  // An interpreter that ends, or begins as a fork, has deleted the states of all other threads.
-  if (python_state_ == nullptr || Py_IsInitialized() == 0 || !fork_guard_.same_process()) return;
-  PyThreadState_Clear(python_state_);
-  PyThreadState_Delete(python_state_);
+  if (Py_IsInitialized() == 0) return;
+  helper_can_take_gil_ = !is_finalizing();
+  const py::gil_scoped_release no_gil;
+  executor_.reset();  // waits for the helper to end
 }
 
 py::object Runner::run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
@@ -185,7 +209,7 @@ bool Runner::noted_here(std::size_t position) const {
 }
 
 void Runner::run_overlapped(std::size_t position, FunctionRef<void()> backward) {
-  if (python_state_ == nullptr) python_state_ = PyThreadState_New(PyInterpreterState_Main());
+  static thread_local const ThreadState own(helper_can_take_gil_);  // a helper belongs to one runner
   if (at::get_num_threads() != num_threads_) at::set_num_threads(num_threads_);
   const at::ThreadLocalStateGuard guard(*state_);
   const ContextGuard context(context_);

@@ -62,7 +62,6 @@ class Runner final : public Observer {
   Outcome run_without_gil(std::int64_t signature, bool announce, double* start, double* end, bool drain);
   bool noted_here(std::size_t position) const;
 
-  ForkGuard fork_guard_;
   std::vector<TorchStage*> stages_;                                   // owned by the executor
   std::vector<std::string> labels_;                                   // by position; empty where no label is wanted
   std::unordered_map<std::size_t, std::string> labels_of_backwards_;  // of pairs
@@ -75,8 +74,8 @@ class Runner final : public Observer {
   py::handle in_turns_;
   ProfilerRange label_;
   DeviceTimes* times_ = nullptr;  // null where the host's clock is asked
-  // For the helper thread. Its own state of Python's lasts as long as it: the engine leaves an error in it.
-  PyThreadState* python_state_ = nullptr;
+  // For the helper thread.
+  bool helper_can_take_gil_ = false;  // when it ends
   std::optional<at::ThreadLocalState> state_;
   py::object context_;  // in a step, the caller's context variables; null if none is set
   int num_threads_ = 0;
