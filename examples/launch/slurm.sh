@@ -7,6 +7,7 @@
 #SBATCH --cpus-per-task=32
 #SBATCH --time=01:00:00
 #SBATCH --requeue
+#SBATCH --open-mode=append
 
 set -euo pipefail
 SCRIPT=${SCRIPT:-examples/train_gpt.py}
