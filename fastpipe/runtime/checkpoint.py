@@ -414,7 +414,7 @@ def save_checkpoint(
     state: dict[str, Any] = {}
     writers: list[_Writer] = []
     started: list[Future[Any]] = []
-    call, step = f"save_checkpoint of {_shown(path)}", pipe.step_count
+    call, step = f"save_checkpoint of {_shown(path)}" + (", asynchronous" if asynchronous else ""), pipe.step_count
 
     def gather() -> Reply:
         _await_pending()

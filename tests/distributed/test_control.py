@@ -106,7 +106,7 @@ def end_waits(own: Processes, key: str) -> None:
 
 def test_who_does_not_come_is_named(way: str, group_of: Callable[[int], Ranks]) -> None:
     first, _, third = group_of(3).run(stay_away, way)
-    words = "rank 1 did not reach the start of step 1 within 20 s; call step and eval_step"
+    words = "rank 1 did not reach the start of step 1 within 20 s; make the same calls on every rank"
     for failure in (first, third):
         assert failure.cause.startswith(words) and failure.rank == 1
 

@@ -83,11 +83,11 @@ class Gather(ABC):
         self._deadline, self._is_last = now + more, True
         return []
 
-    def late(self, missing: Sequence[int], step: int, phase: str) -> FailureError:
-        """The error for processes that run and do not answer."""
+    def late(self, missing: Sequence[int], step: int, phase: str, message: Reply) -> FailureError:
+        """The error for processes that run and do not answer a message."""
         ranks = ", ".join(map(str, missing))
-        advice = "call step and eval_step on every rank" if step else "build it on every rank, all with the same group"
-        place = _place(step, phase)
+        advice = "make the same calls on every rank" if step else "build it on every rank, all with the same group"
+        place = _place(step, phase) + (f" ({message['call']})" if "call" in message else "")
         cause = f"rank {ranks} did not reach {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
         suspected = None if self.suspected is None else self.suspected.rank
         return FailureError(Failure(suspected if suspected in missing else missing[0], cause, is_fatal=True))
@@ -131,7 +131,7 @@ class StoreGather(Gather):
             if missing := self._overdue(lambda: breaker.call(lambda: self._missing(keys), [-1])):
                 if missing == [-1]:
                     raise FailureError(Failure(None, silent_store(self.timeout), is_fatal=True))
-                raise self.late(missing, step, phase)
+                raise self.late(missing, step, phase, message)
         try:
             return answer.result()
         except FailureError:
@@ -229,14 +229,14 @@ class SharedMemoryGather(Gather):
         """Exchange messages. Each begins with its process's step and phase, which must be equal on all."""
         self._native.post(f"{step} {phase}\n{json.dumps(message)}".encode())
         try:
-            self._wait(step, phase)
+            self._wait(step, phase, message)
             return [self._read(rank, step, phase, text) for rank, text in enumerate(self._native.messages())]
         except FailureError:
             raise
         except RuntimeError as error:
             raise FailureError(Failure(None, first_line(error), is_fatal=True)) from error
 
-    def _wait(self, step: int, phase: str) -> None:
+    def _wait(self, step: int, phase: str, message: Reply) -> None:
         self._begin()
         while not self._native.wait(min(self.timeout, POLL_SECONDS)):
             # signals are handled and lost processes noticed between two of these waits
@@ -244,7 +244,7 @@ class SharedMemoryGather(Gather):
             if failure is not None and self._native.missing():
                 raise FailureError(failure)
             if missing := self._overdue(self._native.missing):
-                raise self.late(missing, step, phase)
+                raise self.late(missing, step, phase, message)
 
     def _read(self, rank: int, step: int, phase: str, text: bytes | None) -> Reply:
         if text is None:

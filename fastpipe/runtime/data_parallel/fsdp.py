@@ -216,9 +216,9 @@ class Sharded(DataParallel):
 
     def _reduce(self, group: Any, flags: Mapping[str, Any], failed: bool) -> None:
         before = torch_private.fsdp_collectives(group)
-        if any(processes in self.broken for processes, _ in before):
-            return
         try:
+            if cause := next((self.broken[processes] for processes, _ in before if processes in self.broken), ""):
+                raise RuntimeError(cause)
             group.wait_for_unshard()
             _set(group, flags)
             if failed:
@@ -229,7 +229,7 @@ class Sharded(DataParallel):
             reduces, averages = flags["reduce_grads"], flags["all_reduce_grads"]
             joins = reduces and not raised_by_collective(error), reduces and averages
             for (processes, num_begun), is_joined in zip(before, joins, strict=True):
-                if is_joined:
+                if is_joined and processes not in self.broken:
                     self._join(group, processes, num_begun)
             raise
 

@@ -757,7 +757,7 @@ class Steps:
                     ended = bool(errors) or self._has_ended(running, seconds, errors)
                     failure = Failure(self.control.rank, cause_text(errors[0])) if errors else None
                     exchange = partial(self.control.exchange, f"end {number}")
-                    replies, refused = exchange_or_refuse(exchange, {"ended": ended}, failure)
+                    replies, refused = exchange_or_refuse(exchange, {"call": call, "ended": ended}, failure)
                     if all(reply["ended"] for reply in replies.everywhere):
                         break
                     if refused is not None and has_failed:  # in the last round, too: others may wait for that rank
