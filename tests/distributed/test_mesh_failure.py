@@ -231,10 +231,17 @@ def fails_beside_replicas(way: str, schedule: str, victim: int, dims: tuple[str,
 
 @pytest.mark.parametrize(
     ("way", "schedule", "kind"),
-    [(FORWARD, "zbv", "tp"), (FORWARD, "1f1b", "cp"), (KILL, "1f1b", "tp"), (BACKWARD, "dualpipev", "ep")],
+    [
+        (FORWARD, "zbv", "tp"),
+        (FORWARD, "1f1b", "cp"),
+        (BACKWARD, "zbv", "cp"),
+        (KILL, "1f1b", "tp"),
+        (BACKWARD, "dualpipev", "ep"),
+    ],
 )
 def test_a_failure_reaches_the_replicas_of_the_mesh(way: str, schedule: str, kind: str) -> None:
-    """Of cp, stages and the wrapper use one group, which ends; the wrapper's other one does not."""
+    """Of cp, stages and the wrapper use one group, which ends, also if another stage of the rank is still to reduce in
+    it; the wrapper's other one does not."""
     skip_without_native()
     victim = 6  # the second of two ranks, tp=1 or cp=1, of the first replica
     with ranks(8) as group:

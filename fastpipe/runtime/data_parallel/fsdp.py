@@ -142,7 +142,9 @@ class Sharded(DataParallel):
             marks = [*self.marks(), self._mode, self._mode**2]
             with self._aside:
                 self._announced = torch.tensor(marks, dtype=torch.int64, device=self.device)
-                self._announcing = dist.all_reduce(self._announced, group=self.groups[0], async_op=True)
+                work = dist.all_reduce(self._announced, group=self.groups[0], async_op=True)
+                # Gloo's work holds its connections, which a rank that leaves a mesh closes
+                self._announcing = work.get_future()
         for module in self.modules:
             module.unshard(async_op=True)
 
