@@ -45,7 +45,7 @@ from fastpipe.runtime.data_parallel import (
 from fastpipe.runtime.executor import Executor, LocalRanks, RecordedRanks, executor_class, why_not
 from fastpipe.runtime.model import (
     MEASURED,
-    OtherLayers,
+    RestOfModel,
     Stages,
     Tie,
     Unfilled,
@@ -296,7 +296,7 @@ class LocalStages:
     declared_ties: Sequence[Sequence[str]] | None
     on_meta: bool
     audited: dict[int, Stage]
-    others: OtherLayers
+    rest: RestOfModel
 
     @property
     def stages(self) -> list[Stage]:
@@ -332,7 +332,7 @@ def build_stages(
     copies = {index: skeleton(module) for index, module in every.items()}
     modules = own_modules(build_modules(layers, placement.num_stages, local, model.partition))
     check_device(modules, world.device)
-    others = OtherLayers(layers, modules)
+    rest = RestOfModel(layers, modules)
     ties = find_ties(layers, modules, placement.num_stages, model.partition, tied)
     share(ties, modules)
     on_meta_here = [index for index, module in modules.items() if on_meta([module])]
@@ -360,7 +360,7 @@ def build_stages(
         declared_ties=tied,
         on_meta=bool(on_meta_here),
         audited=stages_of(copies),
-        others=others,
+        rest=rest,
     )
     if world.is_single_process:
         _set_later(made.stages, [_names_taken(made.stages)])
@@ -584,7 +584,7 @@ def make_steps(
         copies,
         random,
         unfilled,
-        local.others,
+        local.rest,
         forward_only=forward_only,
         warn_after=execution.checked_warn_after(),
         audit=audit,

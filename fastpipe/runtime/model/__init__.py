@@ -53,7 +53,7 @@ from fastpipe.runtime.model.cuts import (
 )
 from fastpipe.runtime.model.modules import (
     NamedTensor,
-    OtherLayers,
+    RestOfModel,
     Stages,
     Unfilled,
     assignable,

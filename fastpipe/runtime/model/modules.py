@@ -89,7 +89,7 @@ def _from_mapping(stages: Mapping[int, nn.Module], num_stages: int, local: Seque
     return {stage: stages[stage] for stage in local}
 
 
-class OtherLayers:
+class RestOfModel:
     """What this process has of the user's model and does not compute.
 
     Nothing in a step may use the parameters of layers that other processes compute: the gradient would be lost, and the

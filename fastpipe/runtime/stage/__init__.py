@@ -41,4 +41,4 @@ from fastpipe.runtime.stage.random_numbers import (
     microbatch_seed,
 )
 from fastpipe.runtime.stage.recorder import Recorder, Sums, compute_again
-from fastpipe.runtime.stage.stage import Stage
+from fastpipe.runtime.stage.stage import Stage, warn_of_whole_weights

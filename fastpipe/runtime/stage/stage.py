@@ -7,6 +7,7 @@ autograd, which the native executor runs in C++, and the Python executor by the 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses
 from fastpipe.runtime.stage.pairs import METHOD, Criterion, OtherHalfError, fuse, method_of, num_calls, one_or_all
 from fastpipe.runtime.stage.random_numbers import RandomNumbers
 from fastpipe.runtime.stage.weight_grad import SplitReport, WeightGradients, make_weight_gradients
+
+logger = logging.getLogger("fastpipe")
 
 
 @dataclass
@@ -479,3 +482,29 @@ class Stage:
         self._received_tensors = None
         if self.held is not None:
             self.held.clear()
+
+
+def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
+    """Warn if most weight gradients of linears are computed in I, as under torch.compile: W then gains little."""
+    modules = (module for stage in stages if stage.has_split for module in stage.module.modules())
+    linears = (module for module in modules if isinstance(module, nn.Linear))
+    weights = {tuple(map(id, found)): found for found in map(_trained_weights, linears) if found}
+    waiting = sum(any(stage.waits(p) for stage in stages for p in found) for found in weights.values())
+    if 2 * waiting < len(weights):
+        logger.warning(
+            "the schedule splits the backward, but W computes the weight gradients of only %d of %d linears here; the "
+            "others are computed in I, so the schedule gains little. Blocks under torch.compile compute all of theirs "
+            "in I (compile what is between the linears), and so does a forward that runs within a backward; else use "
+            "a schedule without W (describe() lists parameters)",
+            waiting,
+            len(weights),
+        )
+
+
+def _trained_weights(linear: nn.Linear) -> list[nn.Parameter]:
+    """The weight, or the parameters that it is made of, if trained.
+
+    Not by the attribute ``weight``: reading it runs a parametrization, and that of `spectral_norm` changes its buffers.
+    """
+    named = ((name.removeprefix("parametrizations."), p) for name, p in linear.named_parameters())
+    return [p for name, p in named if name.startswith("weight") and p.requires_grad]

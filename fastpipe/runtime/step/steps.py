@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import operator
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,6 @@ from functools import partial, reduce
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
@@ -47,8 +45,8 @@ from fastpipe.runtime.coordination import (
     sharing_batch,
 )
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
-from fastpipe.runtime.model import OtherLayers, StageCopies, Unfilled, check_changes, flags_of
-from fastpipe.runtime.stage import IN_TURNS, NoLoss, RandomNumbers, RngUsage, Stage, StageWork
+from fastpipe.runtime.model import RestOfModel, StageCopies, Unfilled, check_changes, flags_of
+from fastpipe.runtime.stage import IN_TURNS, NoLoss, RandomNumbers, RngUsage, Stage, StageWork, warn_of_whole_weights
 from fastpipe.runtime.step.audit import Audit
 from fastpipe.runtime.step.inputs import (
     BatchArguments,
@@ -74,34 +72,6 @@ from fastpipe.runtime.step.result import (
 )
 from fastpipe.runtime.step.watchdog import Watchdog, places_text
 from fastpipe.runtime.transport import MeshGroups, Transport
-
-logger = logging.getLogger("fastpipe")
-
-
-def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
-    """Warn if most weight gradients of linears are computed in I, as under torch.compile: W then gains little."""
-    modules = (module for stage in stages if stage.has_split for module in stage.module.modules())
-    linears = (module for module in modules if isinstance(module, nn.Linear))
-    weights = {tuple(map(id, found)): found for found in map(_trained_weights, linears) if found}
-    waiting = sum(any(stage.waits(p) for stage in stages for p in found) for found in weights.values())
-    if 2 * waiting < len(weights):
-        logger.warning(
-            "the schedule splits the backward, but W computes the weight gradients of only %d of %d linears here; the "
-            "others are computed in I, so the schedule gains little. Blocks under torch.compile compute all of theirs "
-            "in I (compile what is between the linears), and so does a forward that runs within a backward; else use "
-            "a schedule without W (describe() lists parameters)",
-            waiting,
-            len(weights),
-        )
-
-
-def _trained_weights(linear: nn.Linear) -> list[nn.Parameter]:
-    """The weight, or the parameters that it is made of, if trained.
-
-    Not by the attribute ``weight``: reading it runs a parametrization, and that of `spectral_norm` changes its buffers.
-    """
-    named = ((name.removeprefix("parametrizations."), p) for name, p in linear.named_parameters())
-    return [p for name, p in named if name.startswith("weight") and p.requires_grad]
 
 
 def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
@@ -175,7 +145,7 @@ class Steps:
     Args:
         copies: handles stages that two ranks hold.
         unfilled: the stages of a pipeline that was built on meta, until its first step.
-        others: the layers that other processes compute.
+        rest: what this process has of the model and does not compute.
         warn_after: seconds after which a step is reported that has not ended.
         audit: of parts of steps, on another rank; None without.
 
@@ -196,7 +166,7 @@ class Steps:
         copies: StageCopies,
         random: RandomNumbers,
         unfilled: Unfilled | None,
-        others: OtherLayers,
+        rest: RestOfModel,
         *,
         forward_only: bool,
         warn_after: float = float("inf"),
@@ -211,7 +181,7 @@ class Steps:
         self.copies = copies
         self.random = random
         self.unfilled = unfilled
-        self.others = others
+        self.rest = rest
         self.audit = audit
         self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
@@ -293,7 +263,7 @@ class Steps:
         message: Reply = {"call": self._part_of + _call_text(request) + self.random.call_text(self.audit is not None)}
         try:
             message["changes"] = self.copies.prepare()
-            self.others.check_unhooked()
+            self.rest.check_unhooked()
             self.check_filled()
             self.ranks.check_modes()
             program = self.programs.program(request.num_microbatches, not request.training)
@@ -533,7 +503,7 @@ class Steps:
         self.copies.follow()
         if request.training:
             self.copies.before_step()
-            self.others.begin(self.control.step)
+            self.rest.begin(self.control.step)
             self._has_separate_grads = True
         guards = self.random.begin(request.training, self._flags, self._has_pairs(request))
         for stage in stages:
@@ -559,7 +529,7 @@ class Steps:
             if outcome.failure is None:
                 self.copies.check_unwritten()
                 if request.training:
-                    self.others.check()
+                    self.rest.check()
             report = self._report(outcome, trace)
             # a report of losses waits for the device; if a rank was lost meanwhile, its values are invalid
             if outcome.failure is None and not self.ranks.check(outcome):
