@@ -261,7 +261,7 @@ def disturb(folder: str, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("stops", r"rank 1 did not reach the end of step 1 \(save_checkpoint of .*/a\) within 2 s"),
+        ("stops", r"rank 1 did not reach the end of call 1 \(save_checkpoint of .*/a\) within 2 s"),
         ("raises", r"failed on rank 1: save_checkpoint of .*/a: MemoryError: no room"),
     ],
 )

@@ -106,7 +106,7 @@ def end_waits(own: Processes, key: str) -> None:
 
 def test_who_does_not_come_is_named(way: str, group_of: Callable[[int], Ranks]) -> None:
     first, _, third = group_of(3).run(stay_away, way)
-    words = "rank 1 did not reach the start of step 1 within 20 s; make the same calls on every rank"
+    words = "rank 1 did not reach the start of call 1 within 20 s; make the same calls on every rank"
     for failure in (first, third):
         assert failure.cause.startswith(words) and failure.rank == 1
 
@@ -123,9 +123,9 @@ def go_elsewhere(way: str) -> Failure:
 
 def test_who_is_elsewhere_is_named(way: str, group_of: Callable[[int], Ranks]) -> None:
     first, second = group_of(2).run(go_elsewhere, way)
-    assert first.cause.startswith("rank 1 did not reach the end of step 1") and first.rank == 1
-    assert second.cause.startswith("rank 0 did not reach the start of step 1") and second.rank == 0
-    assert way == "store" or "it is at the start of step 1" in first.cause
+    assert first.cause.startswith("rank 1 did not reach the end of call 1") and first.rank == 1
+    assert second.cause.startswith("rank 0 did not reach the start of call 1") and second.rank == 0
+    assert way == "store" or "it is at the start of call 1" in first.cause
 
 
 def report(way: str, bells: bool) -> tuple[list[Failure], float, Failure | None, bool]:

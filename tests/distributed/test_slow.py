@@ -95,7 +95,7 @@ def test_a_signal_asks_for_a_report_unless_it_is_used(used_by: str, tmp_path: Pa
         assert [reported for reported, _ in answers] == [[], [], []]
         return
     text = next(text for reported, _ in answers for text in reported if is_complete(text))
-    assert "step 2 has taken" in text and "in forward)" in text
+    assert "call 2 of the pipeline has taken" in text and "in forward)" in text
 
 
 @contextlib.contextmanager
@@ -140,7 +140,7 @@ def test_a_stalled_rank_is_waited_for(how: str, transport: str) -> None:
         answers = group.run(train, how, transport, 100.0, 0.5)
     assert [error for _, error, _ in answers] == ["", "", ""]
     text = "\n".join(line for reported, _, _ in answers for line in reported)
-    assert "step 2 has taken" in text
+    assert "call 2 of the pipeline has taken" in text
     assert "waits for rank 1 to send the input of stage 2, microbatch 1" in text
     if how == "sleeps":
         assert "rank 1 is at" in text and "computes 1F1" in text and "in forward)" in text

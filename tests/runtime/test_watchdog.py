@@ -50,7 +50,7 @@ def run(layers: list[nn.Module], executor: str, steps: int, **options: object) -
 def test_who_waits_for_whom_is_reported_and_waited_for(executor):
     layer = Waits(at_call=4 + 1)
     parts = [
-        "step 2 has taken",
+        "call 2 of the pipeline has taken",
         "\nrank 1 is at 7 of 48: computes 1F1; before that: ",
         "\nrank 2 is at 6 of 48: waits for rank 1 to send the input of stage 2, microbatch 1; before that",
     ]

@@ -178,7 +178,7 @@ def _place(step: int, phase: str) -> str:
     if step == 0:
         return "the construction of the pipeline"
     part = phase.partition(" ")[0]
-    return f"the {part if part in ('start', 'end') else 'preparation'} of step {step}"
+    return f"the {part if part in ('start', 'end') else 'preparation'} of call {step}"
 
 
 def _key(step: int, phase: str, rank: int | None) -> str:

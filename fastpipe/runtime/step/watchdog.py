@@ -166,7 +166,9 @@ class Watchdog:
             return
         first, lines = self._report("")
         if first == self._control.rank:
-            logger.warning("step %d has taken %.0f s:\n%s", step, time.monotonic() - since, _bounded(lines))
+            logger.warning(
+                "call %d of the pipeline has taken %.0f s:\n%s", step, time.monotonic() - since, _bounded(lines)
+            )
 
     def last_report(self) -> str:
         """The report for the error that ends the pipeline."""
