@@ -209,7 +209,9 @@ class Watchdog:
 
     def _text(self) -> str:
         """What this process does now."""
-        seconds, line = time.monotonic() - self._since, torch_private.line_of_thread(self._thread_id)
+        seconds = time.monotonic() - self._since
+        # the error that this thread raises itself shows its lines
+        line = "" if threading.get_ident() == self._thread_id else torch_private.line_of_thread(self._thread_id)
         where = line and f" ({line})"
         if not self.phase:
             return f"has been between two steps for {seconds:.0f} s{where}"
