@@ -1,4 +1,4 @@
-"""Lightning: the strategy for a LightningModule with a pipeline, which optimizes manually, in one process or several."""
+"""Lightning: the strategy for a LightningModule with a pipeline, which optimizes manually."""
 # Lightning is typed in part only
 # mypy: disable-error-code="misc, override, no-untyped-call, no-any-return"
 
