@@ -1,4 +1,4 @@
-"""Lightning: the strategy for a LightningModule with a pipeline, which optimizes manually, in several processes."""
+"""Lightning: the strategy for a LightningModule with a pipeline, which optimizes manually."""
 # Lightning is typed in part only
 # mypy: disable-error-code="misc, override, no-untyped-call, no-any-return"
 
@@ -13,7 +13,7 @@ import fastpipe
 
 
 class PipelineStrategy(DDPStrategy):
-    """One process for each rank: all get the same batches, and a checkpoint is one folder of `save_checkpoint`.
+    """One process, or one for each rank: all get the same batches; a checkpoint is a folder of `save_checkpoint`.
 
     The LightningModule has the `fastpipe.Pipeline` as its attribute ``pipe``, made in ``configure_model``. Pass
     ``use_distributed_sampler=False`` to the Trainer.

@@ -193,7 +193,7 @@ class ExecutionArguments:
         return float(seconds)
 
     def check_member(self) -> None:
-        """Refuse a process outside the mesh or group, of which its processes are not to know.
+        """Refuse a process outside the mesh or group at once: the processes in it do not wait for it.
 
         Raises:
             ValueError: naming the argument.

@@ -430,6 +430,7 @@ def agree_on_stages(
         local = build_stages(model, arguments, schedule, request, world, audits=audits)
         check_audited(execution.audit, local.stages)
         arguments.execution.check_replicas(local.stages)
+        _check_groups(local.stages)
         executor = executor_class(arguments.execution.executor, world.device)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
         values = request.signature(arguments, size)
@@ -451,6 +452,16 @@ def agree_on_stages(
     _set_later([*local.stages, *local.audited.values()], [reply["names"] for reply in replies])
     ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))
     return model, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies)), executor
+
+
+def _check_groups(stages: Sequence[Stage]) -> None:
+    for stage in stages:
+        if stage.parallel is not None and (lost := stage.parallel.lost()):
+            raise ValueError(
+                f"the process group of the replicas of stage {stage.index} cannot be used after a failure "
+                f"({stage.parallel.broken[lost[0]]}); make a new group or mesh, and wrap the stages over it, or "
+                "restart the processes"
+            )
 
 
 def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], world: World) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline, StepError
 from fastpipe.runtime.common import torch_private
+from fastpipe.runtime.data_parallel import DataParallel
 from tests.conftest import executors_in_turn
 from tests.distributed.meshes import (
     LAYERS,
@@ -21,11 +23,12 @@ from tests.distributed.meshes import (
     batch,
     build,
     layers,
+    mesh,
     mesh_and_replica,
     step,
     wrong_gradients,
 )
-from tests.distributed.ranks import GroupOf, ranks
+from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.distributed.test_step import caught
 
 FAULTS = {
@@ -240,6 +243,15 @@ def test_a_replica_that_leaves_out_a_collective_ends_the_pipelines(wrap: str, wh
     assert kind == other == "StepError", (own, text)
     assert why in own and "has exited" not in own and "the pipeline is closed" in own
     assert "process 0 has exited, or has closed its connections after a failure" in text
+
+
+@on_ranks(2)
+def test_replicas_are_not_built_over_a_group_that_has_failed() -> None:
+    """Over Gloo it is closed, of which torch says that there is no backend."""
+    over = mesh()
+    with mock.patch.dict(DataParallel.broken, {over.get_group("dp"): "process 1 has exited"}):
+        kind, text, _ = caught(lambda: build("fsdp", "1f1b", "auto", over))
+    assert kind == "ValueError" and "after a failure (process 1 has exited); make a new group" in text, (kind, text)
 
 
 def only_one_steps(executor: str) -> tuple[str, str]:

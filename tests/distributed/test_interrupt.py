@@ -96,6 +96,32 @@ def test_a_second_one_inside_a_pair(way: dict[str, str], group_of: GroupOf) -> N
         assert answer["again"] == answers[0]["again"] and len(set(answer["again"])) == 1
 
 
+def interrupted_in_collective_work() -> tuple[str, bool]:
+    """Runs on both ranks: rank 1 gets a SIGINT in the collective part of a call, as a save has; then a step."""
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn, timeout=PATIENCE)
+    ended = threading.Event()
+
+    def work(replies: Any) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(0.2)  # the main thread waits for this one by then
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+        ended.set()
+
+    with pytest.raises((KeyboardInterrupt, StepError)) as caught:
+        pipe._steps.all_gather("a call", dict, work)
+    has_ended = ended.is_set()
+    batch = case.batches(1, rows_for(COUNT))[0]
+    pipe.step(*batch.args, target=batch.target)
+    return caught.type.__name__, has_ended
+
+
+def test_collective_work_ends_before_the_next_call(group_of: GroupOf) -> None:
+    """It goes on in its thread, in the group that the next call uses."""
+    assert group_of(2).run(interrupted_in_collective_work) == [("StepError", True), ("KeyboardInterrupt", True)]
+
+
 def train_until_interrupted(way: dict[str, str], note: str) -> NoReturn:
     """Runs on every rank, whose process then ends; one that hears of the others first waits for its own."""
     case = CASES["plain"]

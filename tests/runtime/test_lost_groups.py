@@ -5,6 +5,7 @@ Nobody waits for that rank, neither who makes connections nor who ends them.
 
 import logging
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -21,7 +22,9 @@ from fastpipe.runtime.common.waits import attended
 from fastpipe.runtime.transport import groups
 from fastpipe.runtime.transport.groups import _WATCHDOG, MeshGroups, OwnGroups, _unless_set, wait_for_all
 from fastpipe.runtime.transport.process_group import ProcessGroups
+from tests.conftest import skip_without_native
 from tests.patience import PATIENCE
+from tests.scripts import command
 
 
 class Waits:
@@ -204,3 +207,27 @@ def test_who_does_not_come_is_not_waited_for_long(tmp_path: Path) -> None:
     start = time.monotonic()
     wait_for_all(dist.FileStore(str(tmp_path / "store"), 2), 0, 2, SOON)
     assert SOON <= time.monotonic() - start < PATIENCE
+
+
+LEAVES = """
+import torch
+import torch.distributed as dist
+import fastpipe
+from fastpipe.runtime.transport import leave_groups
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+groups = [dist.new_group([0]) for _ in range(100)]
+leave_groups([dist.group.WORLD], torch.device("cpu"))
+try:
+    fastpipe.Pipeline([torch.nn.Linear(1, 1)], "gpipe", 1, torch.nn.functional.mse_loss)
+except RuntimeError as error:
+    print(error)
+leave_groups(groups, torch.device("cpu"))
+"""
+
+
+def test_a_script_that_exits_when_it_has_left_a_group_exits_in_order(tmp_path: Path) -> None:
+    """And not with SIGABRT, as the thread in which the group ends needs the interpreter. A new Pipeline is refused."""
+    skip_without_native()
+    said = command([sys.executable, "-c", LEAVES], tmp_path)
+    assert said.startswith("the default process group was closed after a failure; call destroy_process_group")

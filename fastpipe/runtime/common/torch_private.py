@@ -344,9 +344,18 @@ def registered_group(ranks: Sequence[int], backend: str, name: str, timeout: tim
 
 
 def default_store() -> Any:
-    """The default group's store."""
+    """The default group's store.
+
+    Raises:
+        RuntimeError: if the group was closed, as its processes are also replicas or a dimension of a mesh.
+    """
     world: Any = dist.group.WORLD
-    return world.get_group_store()
+    if (store := world.get_group_store()) is None:
+        raise RuntimeError(
+            "the default process group was closed after a failure; call destroy_process_group and init_process_group, "
+            "make meshes and wrap stages again, or restart the processes"
+        )
+    return store
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:

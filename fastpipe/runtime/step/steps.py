@@ -717,14 +717,15 @@ class Steps:
             work()
 
         self.watchdog.phase = f"is in {call}"
-        running = call_in_thread(work_in_thread, "fastpipe-collective")
+        running: Future[None] | None = None
         seconds = min(self.ranks.timeout / 4, _ROUND_SECONDS)
         errors: list[BaseException] = []
         has_failed = False
         try:
             with self._published():
+                running = call_in_thread(work_in_thread, "fastpipe-collective")
                 for number in itertools.count():
-                    ended = bool(errors) or self._has_ended(running, seconds, errors)
+                    ended = self._has_ended(running, seconds, errors)
                     failure = Failure(self.control.rank, cause_text(errors[0])) if errors else None
                     exchange = partial(self.control.exchange, f"end {number}")
                     replies, refused = exchange_or_refuse(exchange, {"call": call, "ended": ended}, failure)
@@ -738,12 +739,14 @@ class Steps:
                 raise errors[0]
         finally:
             errors.clear()
-            del running  # its exception holds this frame
+            running = None  # its exception holds this frame
         if refused is not None:
             raise refused.error(f"failed in {call}")
 
     def _has_ended(self, running: Future[None], seconds: float, errors: list[BaseException]) -> bool:
         """Wait for the work of this rank; an exception of it, or of a signal's handler, is added to ``errors``.
+
+        Work that a signal interrupts goes on in its thread.
 
         Raises:
             FailureError: if a process is lost.
@@ -753,13 +756,14 @@ class Steps:
                 if wait([running], pause).done:
                     running.result()
                     return True
+            return False
         except FailureError:
             raise
         except BaseException as error:  # raised again by `_together`, after the exchange
             errors.append(error)
+            return running.done()
         finally:
             del running
-        return bool(errors)
 
 
 def _lost(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, failure: Failure) -> None:
