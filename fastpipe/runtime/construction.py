@@ -566,7 +566,7 @@ def make_steps(
     in_mesh = dimensions if isinstance(world.control, MeshControl) else ()
     mesh_groups = MeshGroups({name: execution.mesh.get_group(name) for name in in_mesh}, device)
     for stage in local.stages if in_mesh else ():
-        stage.leave_mesh = mesh_groups.leave
+        stage.leave_mesh = mesh_groups.end
     ranks = (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
         stages=local.by_rank,
         executor=executor,

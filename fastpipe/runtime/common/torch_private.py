@@ -504,6 +504,30 @@ def fsdp_context(root: Any) -> Any:
     return root._state_ctx
 
 
+class _Gathering(dist.Work):
+    """An all-gather, by its future."""
+
+    def __init__(self, future: Any) -> None:
+        super().__init__()
+        self._future = future
+
+    def get_future(self) -> Any:
+        return self._future
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._future.wait()
+        return True
+
+
+def keep_future_of_gather(group: Any) -> None:
+    """Keep the future of a parameter group's all-gather instead of its work: Gloo's work holds the connections of its
+    process group, which a rank that leaves a mesh closes."""
+    result = group._all_gather_result
+    if result is not None and result.all_gather_work is not None:
+        future = result.all_gather_work.get_future()
+        group._all_gather_result = result._replace(all_gather_work=_Gathering(future))
+
+
 def fsdp_collectives(group: Any) -> list[tuple[Any, int]]:
     """The process groups in which `post_backward` of a parameter group reduces, in the order of the mesh's dimensions:
     of the shards, and of their replicas. Each with its number of collectives so far."""
@@ -742,7 +766,8 @@ PRIVATE = (
     Private(
         f"{_FSDP}._fsdp_param_group.FSDPParamGroup",
         "post_forward_mesh_info reshard_after_backward reduce_grads all_reduce_grads fsdp_params mesh_info device "
-        "wait_for_unshard reshard post_backward gradient_divide_factor force_sum_reduction_for_comms",
+        "wait_for_unshard reshard post_backward gradient_divide_factor force_sum_reduction_for_comms "
+        "_all_gather_result",
         "the same",
         _SHARDED,
     ),

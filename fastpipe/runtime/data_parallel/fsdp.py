@@ -147,6 +147,9 @@ class Sharded(DataParallel):
                 self._announcing = work.get_future()
         for module in self.modules:
             module.unshard(async_op=True)
+        if self.device.type == "cpu":
+            for group in self._groups:
+                torch_private.keep_future_of_gather(group)
 
     def _why_not_alike(self) -> str:
         """The error if the replicas were not called alike, empty if they were; the same in all of them.

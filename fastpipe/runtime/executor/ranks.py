@@ -330,7 +330,7 @@ class LocalRanks:
             try:
                 for instruction in program[rank]:
                     if instruction.op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
-                        held[instruction.stage].run_collective(instruction.op, True)
+                        held[instruction.stage].join_collective(instruction.op, True)
             except Exception as error:  # published, and the step's outcome
                 self._publish(Failure(rank, cause_text(error), is_fatal=True), error)
             self._await_replicas(rank, found, "")
@@ -377,8 +377,7 @@ class LocalRanks:
 
     def abort(self, failure: Failure) -> None:
         """After the last step: end the connections, so that peers waiting for this process are unblocked."""
-        self.mesh_groups.abort()
-        self.mesh_groups.leave()
+        self.mesh_groups.end()
         self.device_events.invalidate(failure)
         self.forget()
         self.transport.abort()

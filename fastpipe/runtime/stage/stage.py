@@ -439,10 +439,14 @@ class Stage:
     def run_collective(self, op: int, failed: bool) -> None:
         """Run UNSHARD, RESHARD or REDUCE_GRAD, or prepare the last B or W before it; no-op without replicas.
 
-        A rank on which the step ``failed`` takes part all the same, as its replicas wait.
+        A rank on which the step ``failed`` takes part all the same, as its replicas wait, and leaves the mesh first.
         """
         if failed:
             self.leave_mesh()
+        self.join_collective(op, failed)
+
+    def join_collective(self, op: int, failed: bool) -> None:
+        """`run_collective` on a rank that does not leave the mesh."""
         if self.parallel is None:
             return
         if op == Op.UNSHARD:

@@ -292,6 +292,12 @@ class MeshGroups:
         if self._failed:
             leave_groups(self._groups, self._device)
 
+    def end(self) -> None:
+        """`abort` and `leave`, as a rank of the mesh has failed. A rank that drains may learn of it by a stand-in for a
+        message, before its watcher does."""
+        self.abort()
+        self.leave()
+
 
 def leave_groups(groups: Iterable[Any], device: torch.device) -> None:
     """Close this process's connections of Gloo, so that peers that wait in these groups get an error."""
