@@ -254,7 +254,7 @@ class SharedMemoryGather(Gather):
             their_step, _, their_phase = found.partition(" ")
             cause = (
                 f"rank {rank} did not reach {_place(step, phase)}: it is at {_place(int(their_step), their_phase)}; "
-                "build pipelines, and call step and eval_step, in the same order on every rank"
+                "build pipelines, and make the same calls, in the same order on every rank"
             )
             raise FailureError(Failure(rank, cause, is_fatal=True))
         reply: Reply = json.loads(content)
