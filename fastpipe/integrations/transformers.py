@@ -32,15 +32,15 @@ class PipelineTrainer(Trainer):
     A ValueError names an argument of the Trainer that a pipeline cannot follow.
 
     Args:
-        pipeline: the arguments of `fastpipe.Pipeline`, without layers and loss: ``{"schedule": "zbv",
-            "num_microbatches": 4}``; with ``num_ranks`` where ranks are threads of one process.
+        pipeline: the arguments of `fastpipe.Pipeline`, without layers and loss, as ``{"schedule": "zbv"}``.
+        example: a microbatch without labels, for models that `fastpipe.split` splits by an example.
         args, kwargs: as for the Trainer; every process gets the same ``per_device_train_batch_size`` rows.
     """
 
-    def __init__(self, *args: Any, pipeline: dict[str, Any], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, pipeline: dict[str, Any], example: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._check()
-        layers: Any = fastpipe.split(self.model)
+        layers: Any = fastpipe.split(self.model, **(self._prepare_inputs(example) if example else {}))
         scale = self._scale = [1.0]  # not self: the threads of ranks hold the loss function, and would hold the Trainer
         loss_fn, self._num_tokens = layers.loss_fn, layers.num_tokens
         scaled = functools.wraps(loss_fn)(lambda output, labels: loss_fn(output, labels) * scale[0])
@@ -131,7 +131,6 @@ class PipelineTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; in every process, as each writes its stages."""
         folder = Path(output_dir or self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
         resumes = _internal_call and not self.args.save_only_model
         extra = {"scheduler": self.lr_scheduler.state_dict()} if resumes else None
         fastpipe.save_checkpoint(folder / FOLDER, self.pipe, self.optimizer.optimizer if resumes else None, extra=extra)

@@ -62,7 +62,8 @@ def model() -> Any:
 def trainer(tmp_path: Path, kind: Any = None, schedule: str = "1f1b", **changed: Any) -> Any:
     from fastpipe.integrations.transformers import PipelineTrainer
 
-    given = {"compute_loss_func", "model_init", "train_dataset", "eval_dataset"} & changed.keys()
+    given = {"model", "compute_loss_func", "model_init", "train_dataset", "eval_dataset"} & changed.keys()
+    example = changed.pop("example", None)
     others = {"model": model()} | {name: changed.pop(name) for name in given}
     if "model_init" in others:
         others.pop("model")
@@ -70,7 +71,7 @@ def trainer(tmp_path: Path, kind: Any = None, schedule: str = "1f1b", **changed:
     if kind is transformers.Trainer:
         return kind(args=args, **others)
     pipeline = {"schedule": schedule, "num_microbatches": 4, "num_ranks": 2}
-    return (kind or PipelineTrainer)(args=args, pipeline=pipeline, **others)
+    return (kind or PipelineTrainer)(args=args, pipeline=pipeline, example=example, **others)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +191,38 @@ def test_arguments_that_change_numbers(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(value, whole, rtol=1e-4, atol=1e-4)
     found, wanted = (made.evaluate()["eval_loss"] for made in (mine, plain))
     assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def other_model(name: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "use_cache": False}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    if name == "mixtral":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=2))
+    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes, num_labels=3))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "classifier"])
+def test_models_that_are_split_by_an_example(name: str, tmp_path: Path) -> None:
+    data = rows(10, 0)
+    if name == "classifier":
+        data = [row | {"labels": row["labels"][0] % 3} for row in data]
+    given = {"train_dataset": data, "eval_dataset": data[:6], "max_steps": 3, "per_device_train_batch_size": 4}
+    given |= {"logging_steps": 1, "disable_tqdm": True, "save_strategy": "no"}
+    example = {"input_ids": torch.stack([row["input_ids"] for row in data[:2]])}
+    mine, plain = (
+        trainer(tmp_path / str(kind), kind, model=other_model(name), example=example, **given)
+        for kind in (None, transformers.Trainer)
+    )
+    shown, expected = (
+        [{key: line[key] for key in KEPT if key in line} for line in made.state.log_history]
+        for made in (mine, plain)
+        if made.train()
+    )
+    assert len(shown) == len(expected) == 4
+    for line, wanted in zip(shown, expected, strict=True):
+        assert line == pytest.approx(wanted, rel=1e-5)
+    assert mine.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
 
 
 def test_the_optimizer_has_the_parameters_of_this_process(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class DecoderLayers(SplitLayers):
 
         It is a mean over the labels of a microbatch other than -100. With ``loss_reduction=layers.num_tokens`` the loss
         of a step is the mean over all labels of the batch, as in the unsplit model. Microbatches without labels are
-        ignored. A classifier's loss is a mean over rows and needs no ``loss_reduction``.
+        ignored. A classifier's loss is a mean over rows.
         """
         loss, config = self._loss, self._config
 
@@ -111,10 +111,9 @@ class DecoderLayers(SplitLayers):
         loss_fn.target_name = "labels"  # type: ignore[attr-defined]
         return loss_fn
 
-    @staticmethod
-    def num_tokens(labels: torch.Tensor) -> int:
-        """The number of labels that count: all but the first of every row, and but -100."""
-        return int((labels[..., 1:] != IGNORED).sum())
+    def num_tokens(self, labels: torch.Tensor) -> int:
+        """The number of labels that count: all but the first of every row, and but -100; of a classifier the rows."""
+        return len(labels) if self._classifies else int((labels[..., 1:] != IGNORED).sum())
 
 
 class DecoderStage(WholeNames):
