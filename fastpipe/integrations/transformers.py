@@ -40,7 +40,7 @@ class PipelineTrainer(Trainer):
     def __init__(self, *args: Any, pipeline: dict[str, Any], example: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._check()
-        layers: Any = fastpipe.split(self.model, **(self._prepare_inputs(example) if example else {}))
+        layers: Any = fastpipe.split(self.model, **{k: v.to(self.args.device) for k, v in (example or {}).items()})
         scale = self._scale = [1.0]  # not self: the threads of ranks hold the loss function, and would hold the Trainer
         loss_fn, self._num_tokens = layers.loss_fn, layers.num_tokens
         scaled = functools.wraps(loss_fn)(lambda output, labels: loss_fn(output, labels) * scale[0])
