@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 # ninja prints a kilobyte a file; a failing command it prints again.
-NINJA_STEP = re.compile(r"^(\[\d+/\d+\]) .* -c \S*?(csrc/\S+) -o .*")
+NINJA_STEP = re.compile(r"^(\[\d+/\d+\]) .* -c .*?(csrc/[^\s']+)'? -o .*")
 
 
 @contextlib.contextmanager
