@@ -7,6 +7,7 @@ with torch installed (the names that need it are left out of the comparison wher
 
 import enum
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,14 @@ def describe(name: str, value: Any) -> list[str]:
     if inspect.isclass(value):
         return [f"class {name}{bases(value)}", *members(name, value)]
     if callable(value):
-        return [f"{name}{inspect.signature(value)}"]
+        return [f"{name}{signature_text(value)}"]
     return [f"{name}: {type(value).__name__}"]
 
 
 def bases(value: type) -> str:
     if issubclass(value, enum.Enum | BaseException):
         return f"({', '.join(base.__name__ for base in value.__bases__)})"
-    return str(inspect.signature(value)) if value.__init__ is not object.__init__ or hasattr(value, "_fields") else "()"
+    return signature_text(value) if value.__init__ is not object.__init__ or hasattr(value, "_fields") else "()"
 
 
 def members(name: str, value: type) -> list[str]:
@@ -60,7 +61,12 @@ def is_ours(base: type) -> bool:
 def signature(member: Any) -> str:
     if isinstance(member, classmethod | staticmethod):
         member = member.__func__
-    return str(inspect.signature(member)) if inspect.isfunction(member) else ""
+    return signature_text(member) if inspect.isfunction(member) else ""
+
+
+def signature_text(value: Any) -> str:
+    """Annotations of a NamedTuple are ForwardRefs before Python 3.14."""
+    return re.sub(r"ForwardRef\('([^']*)'\)", r"\1", str(inspect.signature(value)))
 
 
 def owner(line: str) -> str:
