@@ -243,7 +243,7 @@ def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[flo
     if rank:
         return None
     try:
-        return layer_costs(layers, *(example if isinstance(example, tuple) else (example,)), by=partition)
+        return layer_costs(layers, *(example if type(example) is tuple else (example,)), by=partition)
     except Exception as error:  # raised again with the argument's name
         if on_meta(layers):
             raise
