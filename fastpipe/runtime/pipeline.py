@@ -53,6 +53,7 @@ from fastpipe.runtime.step import (
     Rules,
     StepResult,
     WatchdogThread,
+    as_inputs,
     clip_grad_norm,
     gather_outputs,
 )
@@ -247,7 +248,7 @@ class Pipeline:
 
         Args:
             args: the model's inputs: whole batches (split by ``split``), lists of microbatches, or iterators. Iterators
-                are consumed only on ranks that need them.
+                are consumed only on ranks that need them. A tuple by itself is several inputs.
             target: the second argument of the loss function, in the same forms.
             output_grad: gradients of the outputs, in the same forms, instead of a loss.
             num_microbatches: overrides the pipeline's in this step.
@@ -263,7 +264,7 @@ class Pipeline:
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches
         request = Request(
-            args,
+            as_inputs(args),
             kwargs,
             target,
             output_grad,
@@ -342,7 +343,7 @@ class Pipeline:
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches
         request = Request(
-            args, kwargs, target, None, count, training=False, gathers_outputs=gather_outputs, index=index
+            as_inputs(args), kwargs, target, None, count, training=False, gathers_outputs=gather_outputs, index=index
         )
         return self._run(request, trace)
 

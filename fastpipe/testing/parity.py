@@ -338,11 +338,10 @@ def _check(
 
 def _step(pipe: Pipeline, batch: Any, kwargs: Mapping[str, Any], count: int) -> StepResult:
     inputs, target = batch
-    args = inputs if isinstance(inputs, tuple) else (inputs,)
     # without a reduction over replicas: the model has only this replica's batch
     alone = pipe.no_sync() if pipe._steps.programs.parallel else contextlib.nullcontext()
     with alone, pipe._steps.part_of("check_parity"):
-        return pipe.step(*args, target=target, num_microbatches=count, **kwargs)
+        return pipe.step(inputs, target=target, num_microbatches=count, **kwargs)
 
 
 def _all_names(replies: Sequence[Reply]) -> list[Key]:

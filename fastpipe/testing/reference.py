@@ -54,6 +54,8 @@ from fastpipe.runtime.step import (
     Rules,
     Values,
     added_by_name,
+    as_inputs,
+    by_microbatch,
     count_rows,
     loss_divisors,
     reduce_metrics,
@@ -212,8 +214,9 @@ def reference_step(
     if grad_dtype is not None:
         set_grad_dtype(model, grad_dtype)
     inputs, target = batch
-    given, count = inputs if isinstance(inputs, tuple) else (inputs,), schedule.num_microbatches
+    given, count = as_inputs((inputs,)), schedule.num_microbatches
     columns = [split_argument(value, count, split_rules, i, f"input {i}") for i, value in enumerate(given)]
+    args = by_microbatch(columns, count)
     named = {name: split_argument(value, count, split_rules, name, name) for name, value in (kwargs or {}).items()}
     targets = None if loss_fn is None else split(target, count, rule_for(split_rules, "target"), "target")
     counted = count_rows(targets, columns, named, split_rules)
@@ -243,7 +246,7 @@ def reference_step(
         for i in backward_order(schedule):
             next_half(i)
             with AddedLosses() as collected:
-                output = forward(i, tuple(column[i] for column in columns), {name: named[name][i] for name in named})
+                output = forward(i, args[i], {name: named[name][i] for name in named})
             scaled[i], share = scale_loss(losses[i], divisors[i]), collected.share(divisors[i])
             root = scaled[i] if share is None else scaled[i] + share
             torch.autograd.backward(root if loss_scale is None else root * loss_scale)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -276,6 +277,9 @@ def test_what_is_not_known_is_refused_by_name() -> None:
     def without_parameters(module: nn.Module, over: DeviceMesh) -> nn.Module:
         return fully_shard(nn.ReLU(), mesh=over["dp"])
 
+    def composable(module: nn.Module, over: DeviceMesh) -> nn.Module:
+        return replicate(module, process_group=group)
+
     def in_groups(module: nn.Module, over: DeviceMesh) -> nn.Module:
         fully_shard(list(module.children()), mesh=over["dp"])
         return module
@@ -283,6 +287,7 @@ def test_what_is_not_known_is_refused_by_name() -> None:
     for wrap, text in (
         (without_parameters, "stage 0 has fully_shard and no parameters"),
         (in_groups, r"stages: in stage \d, fully_shard has \['Block', .*\] as one group"),
+        (composable, "stage 0 is wrapped in composable replicate"),
         (fsdp1, "stage 0 is wrapped in FullyShardedDataParallel"),
         (both, "stage 0 has DistributedDataParallel and fully_shard in it"),
         (sparse, "of stage 0 has a sparse embedding"),

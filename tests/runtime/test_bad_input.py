@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining.microbatch import _Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastpipe import Pipeline, StepError, make_schedule
@@ -72,6 +73,11 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "partition too short": ({"partition": [1, 2]}, r"partition = \[1, 2\].*4 layers"),
     "partition with 0": ({"partition": [4, 0]}, r"partition = \[4, 0\]"),
     "no layers": ({"stages": [Block(), 3]}, r"stages\[1\] is a int"),
+    "a function among the layers": (
+        {"stages": [Block(), torch.relu]},
+        r"stages\[1\] is a builtin_function_or_method: .* a function in the forward of one",
+    ),
+    "a class among the layers": ({"stages": [Block(), nn.ReLU]}, r"stages\[1\] is a type: .*torch.device\('meta'\)"),
     "a module": ({"stages": Block()}, "stages is a Block: give the list"),
     "a function to nothing": ({"stages": lambda index: None}, r"stages\(0\) returned a NoneType"),
     "a lazy layer": (
@@ -97,6 +103,7 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "no device": ({"device": "gpu"}, "device = 'gpu': Expected one of cpu"),
     "a group by name": ({"group": "world"}, "group is a str: give a process group"),
     "a bad rule": ({"split": {0: "halves"}}, r"split\[0\] = 'halves': give a dimension"),
+    "a rule that is a class": ({"split": {0: _Replicate}}, r"split\[0\] = <class .*_Replicate'>: give a dimension"),
     "a rule for the last": ({"split": {-1: 1}}, r"split\[-1\]: give a name, or a position counted from 0"),
     "outputs merged badly": ({"merge": "cat"}, "merge = 'cat': give a dimension, 'replicate' or a function"),
     "a class for a loss": ({"loss_fn": nn.MSELoss}, r"MSELoss: that is a class; give an instance, MSELoss\(\)"),

@@ -343,3 +343,18 @@ class Listing(nn.Module):
 def test_a_list_is_several_arguments_wherever_the_cut_is(cut: list[int]) -> None:
     layers = [Block(), Listing(), Listing()] if cut == [2, 1] else [Listing(), Listing(), Block()]
     assert pipeline(layers, num_ranks=2, partition=cut, loss_fn=None).eval_step(torch.randn(8, WIDTH)).outputs.shape
+
+
+class TakesOne(nn.Module):
+    def forward(self, pair: Any) -> Any:
+        return pair
+
+
+@pytest.mark.parametrize("cut", [[2, 1], [1, 2]], ids=str)
+def test_a_layer_that_expects_the_tuple_itself_is_told_of_its_elements(cut: list[int], executor: str) -> None:
+    layers = [Listing(), TakesOne(), Block()]
+    pipe = pipeline(layers, num_ranks=2, partition=cut, loss_fn=None, executor=executor)
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given") as caught:
+        pipe.eval_step(torch.randn(8, WIDTH))
+    notes = "".join(caught.value.__notes__)
+    assert "TakesOne.forward got the 2 elements of a tuple or list as 2 arguments" in notes and "NamedTuple" in notes

@@ -3,7 +3,8 @@
 import copy
 import logging
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from fastpipe import Pipeline, make_schedule
 from fastpipe.runtime.common import pytree
 from fastpipe.runtime.stage.stage import Chain
-from fastpipe.testing import reference_step
+from fastpipe.testing import check_parity, reference_step
 from tests.conftest import executors_in_turn
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.models import CASES, WIDTH, Batch, Block, squared
@@ -50,6 +51,37 @@ def test_a_batch_a_list_and_an_iterator_are_the_same(executor: str) -> None:
     for result, gradients in found[1:]:
         assert same_bits(result.loss, found[0][0].loss)
         assert all(same_bits(gradients[name], found[0][1][name]) for name in gradients)
+
+
+class Sums(WithLinear):
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + other
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    other: torch.Tensor
+
+
+class SumsPair(WithLinear):
+    def forward(self, pair: Pair) -> torch.Tensor:
+        return self.linear(pair.x) + pair.other
+
+
+@pytest.mark.parametrize("first, inputs", [(Sums, lambda *parts: parts), (SumsPair, Pair)])
+def test_a_tuple_is_several_inputs_and_a_named_tuple_one(
+    first: type[nn.Module], inputs: Callable[[Any, Any], Any], executor: str
+) -> None:
+    """As a whole batch, and as a list of microbatches."""
+    torch.manual_seed(1)
+    layers = [first(), Block(), Block(), Block()]
+    x, other, y = torch.randn(3, 8, WIDTH)
+    parts = [inputs(*part) for part in zip(x.chunk(4), other.chunk(4), strict=True)]
+    pipe = pipeline(layers, executor=executor)
+    losses = [pipe.step(batch, target=y).loss for batch in (inputs(x, other), parts, iter(parts))]
+    assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
+    for batch in (inputs(x, other), parts):
+        assert check_parity(pipe, layers, (batch, y)).ok
 
 
 class Attends(WithLinear):

@@ -447,11 +447,7 @@ def renew_reducer(wrapper: Any) -> None:
 def is_composable_replicate(module: nn.Module) -> bool:
     """Whether ``replicate`` was applied to it. If its module is not imported, it was not."""
     replicate: Any = sys.modules.get("torch.distributed._composable.replicate")
-    if replicate is None:
-        return False
-    from torch.distributed._composable_state import _get_module_state
-
-    return isinstance(_get_module_state(module), replicate._ReplicateState)
+    return replicate is not None and isinstance(module, replicate.DDP)
 
 
 # FSDP2. torch.distributed.pipelining itself uses these names to reduce after the last backward: the public methods
@@ -752,8 +748,7 @@ PRIVATE = (
     ),
     Private("torch.distributed.GradBucket", "buffer set_buffer gradients parameters", "the same", _REPLICATED),
     Private("torch.distributed.utils", "_sync_module_states", "new parameters", _REPLICATED),
-    Private("torch.distributed._composable_state", "_get_module_state", "replicate(), to be refused", "its refusal"),
-    Private("torch.distributed._composable.replicate", "_ReplicateState", "replicate(), to be refused", "its refusal"),
+    Private("torch.distributed._composable.replicate", "DDP", "replicate(), to be refused", "its refusal"),
     Private("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "FSDP's state of a module", _SHARDED),
     Private(
         f"{_FSDP}._fsdp_state.FSDPState",

@@ -246,7 +246,11 @@ class Chain(WholeNames):
         # not children(), which skips a repeated layer
         for layer, names in zip(layers, self._names, strict=True):
             inputs, named = as_arguments(value), selected(kwargs, names) if kwargs else {}
-            value = layer(*inputs, **named) if self.recompute != LAYERS else recomputed(layer, layer, inputs, named)
+            try:
+                value = layer(*inputs, **named) if self.recompute != LAYERS else recomputed(layer, layer, inputs, named)
+            except TypeError as error:
+                _note_inputs(error, layer, len(inputs))
+                raise
             if isinstance(value, Carried):
                 carried |= value.values
                 kwargs = {**kwargs, **value.values}
@@ -257,6 +261,18 @@ class Chain(WholeNames):
         """The keyword arguments that any of its layers takes; None for any."""
         names = [accepted_names(layer) for layer in self.children()]
         return None if None in names else frozenset().union(*(n for n in names if n is not None))
+
+
+def _note_inputs(error: TypeError, layer: nn.Module, count: int) -> None:
+    """Say where the inputs come from if there are more than a layer takes."""
+    parameters = _parameters_of_forward(layer)
+    if parameters is None or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return
+    if count > max(1, len(positional_names(layer))):
+        error.add_note(
+            f"fastpipe: {type(layer).__name__}.forward got the {count} elements of a tuple or list as {count} "
+            "arguments: let it take as many, or pass a NamedTuple or a dict, which is one argument"
+        )
 
 
 class Layers(Sequence[nn.Module]):

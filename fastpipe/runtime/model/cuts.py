@@ -243,7 +243,7 @@ def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[flo
     if rank:
         return None
     try:
-        return layer_costs(layers, *(example if isinstance(example, tuple) else (example,)), by=partition)
+        return layer_costs(layers, *(example if type(example) is tuple else (example,)), by=partition)
     except Exception as error:  # raised again with the argument's name
         if on_meta(layers):
             raise
@@ -268,7 +268,11 @@ def layer_ranges(layers: Sequence[nn.Module], num_stages: int, partition: Any) -
     """The layers of every stage."""
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
-            raise TypeError(f"stages[{index}] is a {type(layer).__name__}: the layers are nn.Modules")
+            raise TypeError(
+                f"stages[{index}] is a {type(layer).__name__}: give nn.Modules; call a function in the forward of one, "
+                "and instead of a class or a recipe give the layer, made under torch.device('meta') (see Layers on "
+                "meta in docs/guide.md)"
+            )
     if partition in ("layers", "parameters"):
         _check_count(len(layers), num_stages)
         return partition_layers(len(layers) if partition == "layers" else layer_costs(layers, by=partition), num_stages)

@@ -138,6 +138,11 @@ class Inputs:
         return {name: [value is not None for value in values] for name, values in self.kwargs.items()}
 
 
+def as_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The positional arguments of a step. A tuple by itself is all of them, as between layers."""
+    return args[0] if len(args) == 1 and type(args[0]) is tuple else args
+
+
 def batch_digests(request: Request, inputs: Inputs, whole: bool) -> dict[str, list[Any]]:
     """The form and a checksum of the values of every argument of this rank, needed here or not.
 
@@ -279,7 +284,7 @@ def take_inputs(request: Request, batch: BatchArguments, stages: Sequence[Stage]
     if first is not None:
         _check_input(first, request)
         columns = _split_args(request, rules)
-        inputs.args = _by_microbatch(columns, count)
+        inputs.args = by_microbatch(columns, count)
         for i, value in enumerate(request.args):
             _note_whole(inputs, request, value, rules, i, f"input {i}" if i else "the input", ROWS)
     for name, value in request.kwargs.items():
@@ -353,11 +358,12 @@ def _input_names(request: Request) -> list[str]:
     return ["the input"] if count == 1 else [f"input {i}" for i in range(count)]
 
 
-def _by_microbatch(columns: list[list[Any]], count: int) -> list[tuple[Any, ...]]:
+def by_microbatch(columns: list[list[Any]], count: int) -> list[tuple[Any, ...]]:
+    """The positional arguments of every microbatch, from the microbatches of every argument."""
     if not columns:
         return [() for _ in range(count)]
     # a list or an iterator of tuples: each tuple is one microbatch's arguments
-    if len(columns) == 1 and all(isinstance(item, tuple) for item in columns[0]):
+    if len(columns) == 1 and all(type(item) is tuple for item in columns[0]):
         return list(columns[0])
     return list(zip(*columns, strict=True))
 

@@ -39,7 +39,8 @@ def check_split_and_merge(splitting: Any, merging: Any) -> None:
         named = rules if isinstance(rules, Mapping) else {None: rules}
         for key, rule in named.items():
             where = name if key is None else f"{name}[{key!r}]"
-            if not (rule is None or rule == REPLICATE or callable(rule) or _is_whole(rule)):
+            is_function = callable(rule) and not isinstance(rule, type)
+            if not (rule is None or rule == REPLICATE or is_function or _is_whole(rule)):
                 raise ValueError(f"{where} = {rule!r}: give a dimension, {REPLICATE!r} or a function")
             if not (key is None or isinstance(key, str) or (_is_whole(key) and key >= 0)):
                 raise ValueError(f"{where}: give a name, or a position counted from 0")
