@@ -289,6 +289,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"hidden_dropout": 0.1},
     "bloom": {},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
+    "rwkv": {"attention_hidden_size": 32, "rescale_every": 0},  # its blocks return tuples of three
 }
 
 

@@ -43,7 +43,7 @@ class _Layout(NamedTuple):
         after: parts of the last stage only.
         everywhere: parts of every stage; without parameters.
         names: the keyword arguments of every stage.
-        tuples: whether a block returns a tuple, whose first element is the hidden states.
+        length: of the tuple that a block returns, whose first element is the hidden states; 0 for a tensor.
     """
 
     blocks: str
@@ -51,7 +51,7 @@ class _Layout(NamedTuple):
     after: frozenset[str]
     everywhere: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset({"attention_mask", "position_ids"})
-    tuples: bool = False
+    length: int = 0
 
 
 _LLAMA = _Layout(
@@ -155,7 +155,7 @@ class HuggingFaceStage(WholeNames):
         whole = holder = shallow(model)
         for name in outer:
             children_of(holder)[name] = holder = shallow(children_of(holder)[name])
-        own = Blocks(all_blocks, [i - 1 for i in layers if 0 < i <= len(all_blocks)], layout.tuples)
+        own = Blocks(all_blocks, [i - 1 for i in layers if 0 < i <= len(all_blocks)], layout.length)
         children_of(holder)[last] = own
         for path in layout.before if not self.is_first else ():
             _replace(whole, path, Placeholder(whole.get_submodule(path), own))
@@ -339,8 +339,8 @@ def _find_parts(model: Any, example: Collection[str], run: Callable[[], Any]) ->
         raise ValueError(f"model: {name}.{odd[0]} does not return a tensor; {BY_HAND}")
     taken = inspect.signature(model.forward).parameters.keys()
     names = (_LLAMA.names & taken) | set(example) - {model.main_input_name, "labels"}
-    tuples = isinstance(calls[end][1], tuple)
-    return _Layout(blocks, frozenset(parts) - after - everywhere, after, everywhere, frozenset(names), tuples)
+    length = len(calls[end][1]) if isinstance(calls[end][1], tuple) else 0
+    return _Layout(blocks, frozenset(parts) - after - everywhere, after, everywhere, frozenset(names), length)
 
 
 def _check_version() -> None:
@@ -358,18 +358,18 @@ class Blocks(nn.ModuleList):
     Args:
         blocks: those of the whole model.
         own: the numbers of the stage's.
-        tuples: whether a block returns a tuple, whose first element is the hidden states.
+        length: of the tuple that a block returns, whose first element is the hidden states; 0 for a tensor.
 
     Attributes:
         hidden: input of the next block. Before the model's forward it is the previous stage's output, None in the first
             stage; afterwards this stage's output.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], own: Iterable[int], tuples: bool) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], own: Iterable[int], length: int) -> None:
         super().__init__()
         for number in own:
             self.add_module(str(number), blocks[number])
-        self._tuples = tuples
+        self._length = length
         self._attributes = [attributes_of(block) for block in blocks]
         self._entered = False
         self.hidden: torch.Tensor | None = None
@@ -402,10 +402,10 @@ class Blocks(nn.ModuleList):
         if self.hidden is None:
             self.hidden = hidden
         block = children_of(self).get(str(number))
-        found = (self.hidden, None) if self._tuples else self.hidden
+        found = (self.hidden, *[None] * (self._length - 1)) if self._length else self.hidden
         if block is not None:
             found = block(self.hidden, *args, **kwargs)
-            self.hidden = found[0] if self._tuples else found
+            self.hidden = found[0] if self._length else found
         return found
 
 
