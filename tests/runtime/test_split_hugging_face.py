@@ -411,6 +411,23 @@ def test_schedules_of_encoders(kind: str, schedule: str, executor: str) -> None:
     assert parity.ok, parity
 
 
+def test_a_model_that_finds_padding_by_the_ids_needs_a_mask() -> None:
+    """Later stages have no ids; on an example without padding their layers return the model's output."""
+    model = encoder("bert")
+
+    def masked(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if kwargs.get("attention_mask") is None and ids is not None:
+            kwargs["attention_mask"] = ids.ne(1).long()
+        return args, kwargs
+
+    model.bert.register_forward_pre_hook(masked, with_kwargs=True)
+    ids = padded_batch(2)[0].clamp(min=2)
+    with pytest.raises(ValueError, match="finds padding by the token ids.*attention_mask in the example"):
+        fastpipe.split(model, ids)
+    assert len(fastpipe.split(model, ids, attention_mask=torch.ones_like(ids))) == 6
+
+
 def test_other_inputs_are_those_of_the_example() -> None:
     model = encoder("bert")
     ids = padded_batch(4)[0]

@@ -8,6 +8,7 @@ every later module. A run on an example finds the blocks and the later modules, 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,12 +124,11 @@ def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The layers of a transformers model, compared with it on the example if there is one."""
     if not example and not kwargs:
         return HuggingFaceLayers(model)
-    # a classifier's last layer takes the token ids by name
-    given = dict(zip([model.main_input_name], example, strict=False)) | kwargs
+    given = {**inspect.signature(model.forward).bind_partial(*example).arguments, **kwargs}
     no_cache = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
 
-    def whole() -> torch.Tensor:
-        logits = getattr(model(*example, **kwargs | no_cache), "logits", None)
+    def whole(named: dict[str, Any] = given) -> torch.Tensor:
+        logits = getattr(model(**named | no_cache), "logits", None)
         if not isinstance(logits, torch.Tensor):
             raise ValueError(f"model: {type(model).__name__} returns no logits; {BY_HAND}")
         return logits
@@ -136,8 +136,24 @@ def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) 
     layers = HuggingFaceLayers(model, given, lambda: _run_restored(model, whole))
     _check_complete(model, layers)
     _compare(model, whole, partial(_run_layers, layers, (), given), _run_restored(model, whole))
+    padded = _padded(model, given)
+    if not _equal_in_mode(model.training, model, partial(whole, padded), partial(_run_layers, layers, (), padded)):
+        raise ValueError(
+            f"model: {type(model).__name__} finds padding by the token ids, which only its first stage has; give "
+            "attention_mask in the example, as split(model, input_ids, attention_mask=mask), and in every step"
+        )
     logger.info("split: the %d layers of %s return its output on the example", len(layers), type(model).__name__)
     return layers
+
+
+def _padded(model: Any, example: Mapping[str, Any]) -> dict[str, Any]:
+    """The example with a token of padding, where a model has one: the user's may have none."""
+    ids, token = example.get("input_ids"), getattr(model.config, "pad_token_id", None)
+    if ids is None or token is None:
+        return dict(example)
+    ids = ids.clone()
+    ids[0, ids.shape[1] // 2] = token
+    return {**example, "input_ids": ids}
 
 
 def _compare(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any], expected: torch.Tensor) -> None:
