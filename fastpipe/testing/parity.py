@@ -369,14 +369,17 @@ def _gather_gradients(pipe: Pipeline, mine: Gradients, replies: Sequence[Reply])
 def _parameters_by_key(model: nn.Module, names: Sequence[Key]) -> dict[Key, nn.Parameter]:
     """The model's parameters by the pipeline's names; matched by name (stage number optional), or by order."""
     own = dict(model.named_parameters())
+    # by any of its names: if the model's last module comes first, its own is not the first stage's
+    named = dict(model.named_parameters(remove_duplicate=False))
     if len(own) != len(names):
         raise ValueError(
             f"model has {len(own)} parameters but the pipeline has {len(names)}: give the model that the pipeline's "
             "stages are cut from"
         )
     for candidates in ([name for _, name in names], [name.partition(".")[2] for _, name in names]):
-        if own.keys() == set(candidates):
-            return {key: own[name] for key, name in zip(names, candidates, strict=True)}
+        found = [named[name] for name in candidates if name in named]
+        if len(found) == len({id(p) for p in found}) == len(names):
+            return dict(zip(names, found, strict=True))
     return dict(zip(names, own.values(), strict=True))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastpipe import Pipeline, check_parity
+from fastpipe import Pipeline, check_parity, split
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault
 from fastpipe.testing.parity import Difference, compared, measured, worst_first
@@ -198,6 +198,30 @@ def test_embeddings_that_torch_renormalises(own: bool) -> None:
     parity = check_parity(pipe, model, (torch.randint(20, (9,)), batch()[1]))
     assert parity.ok, parity
     assert all(torch.equal(embedding.weight, before) for embedding in (layers[0], model[0]))
+
+
+def test_a_tied_weight_is_matched_by_any_of_its_names() -> None:
+    """The model names the head first, the pipeline the embedding."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 8, bias=False)
+            self.tokens = nn.Embedding(8, 4)
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.head.weight = self.tokens.weight
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.tokens(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    model, x = Model(), torch.randint(8, (4, 3))
+    pipe = Pipeline(split(model, x), "1f1b", 2, lambda output, _: output.square().mean(), num_ranks=2)
+    assert {name for name, _ in model.named_parameters()} != {name for name, _ in pipe.named_parameters()}
+    parity = check_parity(pipe, model, (x, x))
+    assert parity.ok, parity
 
 
 def test_stages_made_by_a_function_are_matched_by_order() -> None:

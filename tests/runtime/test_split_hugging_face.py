@@ -172,18 +172,25 @@ def test_a_stage_has_its_own_modules_only() -> None:
 
 def test_what_cannot_be_split_is_refused() -> None:
     config = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = torch.zeros(2, 4, dtype=torch.long)
     bert = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model("bert", is_decoder=True, intermediate_size=32, **config)
     )
-    with pytest.raises(ValueError, match="model_type 'bert'.*gemma, .*list"):
+    with pytest.raises(ValueError, match=r"model_type 'bert'.*gemma, .*split\(model, input_ids\).*list"):
         fastpipe.split(bert)
-    with pytest.raises(ValueError, match="blocks.* layers as a list"):
-        fastpipe.split(bert, torch.zeros(2, 4, dtype=torch.long))
-    with pytest.raises(ValueError, match="LlamaModel: .*causal language model"):
+    albert = transformers.AutoModelForMaskedLM.from_config(
+        transformers.AutoConfig.for_model("albert", intermediate_size=32, embedding_size=8, **config)
+    )
+    with pytest.raises(ValueError, match="does not run albert.encoder.albert_layer_groups once.* layers as a list"):
+        fastpipe.split(albert, ids)
+    with pytest.raises(ValueError, match="LlamaModel: .*ForCausalLM, .*has the head"):
         fastpipe.split(decoder("llama").model)
+    t5 = transformers.AutoConfig.for_model("t5", vocab_size=8, d_model=8, d_kv=2, d_ff=8, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration: .* layers as a list"):
+        fastpipe.split(transformers.T5ForConditionalGeneration(t5), ids)
     odd = decoder("llama")
     odd.model.extra = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"has other parts than split supports: extra"):
+    with pytest.raises(ValueError, match=r"has other parts than split supports: model.extra"):
         fastpipe.split(odd)
     short = decoder("llama")
     short.config.num_hidden_layers = 3
@@ -282,6 +289,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"hidden_dropout": 0.1},
     "bloom": {},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
+    "rwkv": {"attention_hidden_size": 32, "rescale_every": 0},  # its blocks return tuples of three
 }
 
 
@@ -338,6 +346,100 @@ def test_classifiers_of_texts(kind: str) -> None:
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6)
     with pytest.raises(ValueError, match="input_ids: .*last stage"):
         pipe.step(ids, attention_mask=mask, target=labels)
+
+
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("MaskedLM", {}),
+    "camembert": ("MaskedLM", {}),  # its head comes before its embedding, which has the same weight
+    "modernbert": ("MaskedLM", {"local_attention": 4, "global_attn_every_n_layers": 2}),
+    "distilbert": ("TokenClassification", {"dim": 32, "hidden_dim": 48, "n_heads": 4, "n_layers": 4}),
+    "electra": ("SequenceClassification", {"embedding_size": 16}),
+    "vit": ("ImageClassification", {"image_size": 16, "patch_size": 8}),
+    "dinov2": ("ImageClassification", {"image_size": 16, "patch_size": 8}),
+    "resnet": ("ImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2]}),
+}
+
+
+def encoder(kind: str) -> Any:
+    """A small encoder with its head; the same numbers at every call."""
+    torch.manual_seed(0)
+    task, own = ENCODERS[kind]
+    common = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    if "hidden_sizes" in own:
+        common = {}
+    if task != "ImageClassification":
+        common |= {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "pad_token_id": 1}
+    config = transformers.AutoConfig.for_model(kind, **common | own, num_labels=3)
+    return getattr(transformers, f"AutoModelFor{task}").from_config(config).train()
+
+
+def encoder_batch(task: str, rows: int) -> dict[str, torch.Tensor]:
+    if task == "ImageClassification":
+        return {"pixel_values": torch.randn(rows, 3, 16, 16), "labels": torch.arange(rows) % 3}
+    ids, mask, labels = padded_batch(rows)
+    of_task = {"TokenClassification": labels.where(labels < 0, labels % 3), "SequenceClassification": labels[:, 0] % 3}
+    return {"input_ids": ids.clamp(min=2), "attention_mask": mask, "labels": of_task.get(task, labels)}
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_encoders(kind: str) -> None:
+    """Every layer is a stage, so every boundary is crossed; then the loss of a batch is the unsplit model's."""
+    model, task = encoder(kind), ENCODERS[kind][0]
+    batch = encoder_batch(task, 6)
+    layers = fastpipe.split(model, **{name: value[:2] for name, value in batch.items()})
+    options: dict[str, Any] = {"loss_reduction": layers.num_tokens, "num_ranks": len(layers), "rng": "per_microbatch"}
+    pipe = fastpipe.Pipeline(layers, "1f1b", 3, layers.loss_fn, **options)
+    labels, kwargs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
+    parity = fastpipe.check_parity(pipe, layers, ((), labels), kwargs=kwargs)
+    assert parity.ok and parity.num_compared == len(list(model.parameters())), parity
+    result = pipe.eval().eval_step(**batch)
+    expected = model.eval()(**batch)
+    torch.testing.assert_close(result.loss, expected.loss.detach())
+    torch.testing.assert_close(result.outputs, expected.logits.detach())
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize(("kind", "schedule"), [("camembert", "zbv"), ("vit", "dualpipe")])
+def test_schedules_of_encoders(kind: str, schedule: str, executor: str) -> None:
+    model = encoder(kind).eval()
+    batch = encoder_batch(ENCODERS[kind][0], 8)
+    labels, given = batch.pop("labels"), batch.pop(model.main_input_name)
+    layers = fastpipe.split(model, given[:2])
+    options: dict[str, Any] = {"loss_reduction": layers.num_tokens, "num_ranks": 2, "executor": executor}
+    pipe = fastpipe.Pipeline(layers, schedule, 4, layers.loss_fn, **options)
+    parity = fastpipe.check_parity(pipe, model, (given, labels), kwargs=batch)
+    assert parity.ok, parity
+
+
+def test_a_model_that_finds_padding_by_the_ids_needs_a_mask() -> None:
+    """Later stages have no ids; on an example without padding their layers return the model's output."""
+    model = encoder("bert")
+
+    def masked(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if kwargs.get("attention_mask") is None and ids is not None:
+            kwargs["attention_mask"] = ids.ne(1).long()
+        return args, kwargs
+
+    model.bert.register_forward_pre_hook(masked, with_kwargs=True)
+    ids = padded_batch(2)[0].clamp(min=2)
+    with pytest.raises(ValueError, match="finds padding by the token ids.*attention_mask in the example"):
+        fastpipe.split(model, ids)
+    assert len(fastpipe.split(model, ids, attention_mask=torch.ones_like(ids))) == 6
+
+
+def test_other_inputs_are_those_of_the_example() -> None:
+    model = encoder("bert")
+    ids = padded_batch(4)[0]
+    kinds = torch.ones_like(ids)
+    for example in ({}, {"token_type_ids": kinds[:2]}):
+        layers = fastpipe.split(model, ids[:2], **example)
+        pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, num_ranks=2).eval()
+        if not example:
+            with pytest.raises(ValueError, match="token_type_ids: "):
+                pipe.eval_step(ids, target=ids, token_type_ids=kinds)
+    found = pipe.eval_step(ids, target=ids, token_type_ids=kinds).outputs
+    torch.testing.assert_close(found, model.eval()(ids, token_type_ids=kinds).logits)
 
 
 def test_a_wrapper_of_peft_is_refused_with_what_is_in_it() -> None:

@@ -1,4 +1,4 @@
-"""Layers of decoder models of Hugging Face's transformers: the embedding, every block, and the norm with the head.
+"""Layers of models of Hugging Face's transformers: what precedes the blocks, every block, and what follows them.
 
 A stage runs the model's own forward without the modules of other stages. So the model's code makes masks, rotary
 embeddings and positions, again in every stage, from the mask and positions given to `step`; only hidden states are sent
@@ -8,10 +8,12 @@ between stages.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ from fastpipe.runtime.model.chain import SplitLayers, WholeNames, shallow
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Values of ``config.model_type`` that tests compare with the unsplit model; others need an example."""
 
+BY_HAND = "pass the layers as a list, each of which takes what the one before it returns"
+
 IGNORED = -100
 """Label of ignored tokens."""
 
@@ -31,34 +35,47 @@ _OLDEST = (5, 4)
 
 
 class _Layout(NamedTuple):
-    """The attribute names of a model's parts.
+    """The paths of a model's parts: its blocks, and the modules beside the list of blocks and beside what holds it.
 
     Attributes:
-        base: the module with all but the head; a path, where one is in another.
-        blocks: in the base, the list of blocks.
-        before: in the base, parts of the first stage only.
-        after: in the base, parts of the last stage only.
-        everywhere: in the base, parts of every stage; without parameters.
-        heads: beside the base, parts of the last stage only.
-        embedding: in the base, the embedding; in a classifier's last stage, which takes token ids, it is replaced by
-            hidden states.
-        tuples: whether a block returns a tuple, whose first element is the hidden states.
+        blocks: the list of blocks.
+        before: parts of the first stage only.
+        after: parts of the last stage only.
+        everywhere: parts of every stage; without parameters.
+        names: the keyword arguments of every stage.
+        length: of the tuple that a block returns, whose first element is the hidden states; 0 for a tensor.
     """
 
-    base: str
     blocks: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    everywhere: tuple[str, ...]
-    heads: tuple[str, ...] = ("lm_head",)
-    embedding: str = ""
-    tuples: bool = False
+    before: frozenset[str]
+    after: frozenset[str]
+    everywhere: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset({"attention_mask", "position_ids"})
+    length: int = 0
 
 
-_LLAMA = _Layout("model", "layers", ("embed_tokens",), ("norm",), ("rotary_emb",))
-_GPT2 = _Layout("transformer", "h", ("wte", "wpe", "drop"), ("ln_f",), ())
-_TASKS = {"ForCausalLM": False, "LMHeadModel": False, "ForSequenceClassification": True}
-"""Suffixes of supported class names, and whether the model classifies a text."""
+_LLAMA = _Layout(
+    "model.layers",
+    frozenset({"model.embed_tokens"}),
+    frozenset({"model.norm", "lm_head"}),
+    frozenset({"model.rotary_emb"}),
+)
+_GPT2 = _Layout(
+    "transformer.h",
+    frozenset({"transformer.wte", "transformer.wpe", "transformer.drop"}),
+    frozenset({"transformer.ln_f", "lm_head"}),
+)
+_NEXT, _TOKEN, _ROW = "next token", "token", "row"
+_TASKS = {
+    "ForCausalLM": _NEXT,
+    "LMHeadModel": _NEXT,
+    "ForMaskedLM": _TOKEN,
+    "ForTokenClassification": _TOKEN,
+    "ForSequenceClassification": _ROW,
+    "ForImageClassification": _ROW,
+    "ForAudioClassification": _ROW,
+}
+"""Suffixes of supported class names, and what has a label."""
 
 
 def is_hugging_face(model: nn.Module) -> bool:
@@ -66,45 +83,47 @@ def is_hugging_face(model: nn.Module) -> bool:
     return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)
 
 
-class DecoderLayers(SplitLayers):
-    """The layers of a causal language model or a text classifier; returned by `fastpipe.split`.
+class HuggingFaceLayers(SplitLayers):
+    """The layers of a model of transformers; returned by `fastpipe.split`.
 
     Args:
-        run: runs its forward on an example, to find its parts; None for supported models.
+        example: the arguments by name of a run that finds the model's parts; None for supported models.
+        run: the run.
 
     Attributes:
-        num_blocks: number of blocks. Layer 0 is the embedding, the last layer the norm with the head.
+        num_blocks: number of blocks. Layer 0 is the embedding, the last layer what follows the blocks.
     """
 
-    def __init__(self, model: Any, run: Callable[[], Any] | None = None) -> None:
-        layout = _examine(model, run)
-        self._classifies = bool(layout.embedding)
+    def __init__(self, model: Any, example: Collection[str] = (), run: Callable[[], Any] | None = None) -> None:
+        self._task, layout = _examine(model, example, run)
         self._loss = model.loss_function
         self._config = model.config
-        self.num_blocks = len(getattr(model.get_submodule(layout.base), layout.blocks))
-        super().__init__(partial(DecoderStage, model, layout, self.num_blocks), self.num_blocks + 2)
+        self.num_blocks = len(model.get_submodule(layout.blocks))
+        # the ids say which token of a row is the last one
+        takes_ids = self._task is _ROW and model.main_input_name == "input_ids"
+        super().__init__(partial(HuggingFaceStage, model, layout, takes_ids), self.num_blocks + 2)
         # fully_shard and parallelize_module make several Parameters of a tied weight
         if getattr(model.config, "tie_word_embeddings", False):
             self.tied = [[source, target] for target, source in model.all_tied_weights_keys.items()]
 
     @property
     def loss_fn(self) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-        """The model's own loss, for ``Pipeline(loss_fn=)``. Targets are the labels, which it shifts by one.
+        """The model's own loss, for ``Pipeline(loss_fn=)``. Targets are the labels, which a causal model shifts by one.
 
         It is a mean over the labels of a microbatch other than -100. With ``loss_reduction=layers.num_tokens`` the loss
         of a step is the mean over all labels of the batch, as in the unsplit model. Microbatches without labels are
-        ignored. A classifier's loss is a mean over rows.
+        ignored. The loss of a model that classifies rows is a mean over rows.
         """
         loss, config = self._loss, self._config
 
         def loss_fn(output: Any, labels: torch.Tensor) -> torch.Tensor:
             logits = getattr(output, "logits", output)
-            if self._classifies:
+            if self._task is _ROW:
                 classified: torch.Tensor = loss(labels=labels, pooled_logits=logits, config=config)
                 return classified
             count = max(self.num_tokens(labels), 1)
             found: torch.Tensor = loss(
-                logits=logits, labels=labels, vocab_size=config.vocab_size, num_items_in_batch=count
+                logits=logits, labels=labels, vocab_size=config.vocab_size, config=config, num_items_in_batch=count
             )
             return found
 
@@ -112,53 +131,53 @@ class DecoderLayers(SplitLayers):
         return loss_fn
 
     def num_tokens(self, labels: torch.Tensor) -> int:
-        """The number of labels that count: all but the first of every row, and but -100; of a classifier the rows."""
-        return len(labels) if self._classifies else int((labels[..., 1:] != IGNORED).sum())
+        """The number of labels that count: but -100, and of a causal model but the first of every row."""
+        if self._task is _ROW:
+            return len(labels)
+        return int(((labels[..., 1:] if self._task is _NEXT else labels) != IGNORED).sum())
 
 
-class DecoderStage(WholeNames):
-    """Consecutive layers of a causal language model or a text classifier.
+class HuggingFaceStage(WholeNames):
+    """Consecutive layers of a model of transformers.
 
     Args:
         model: the unsplit model; its modules are used, not copied.
-        layers: 0 for the embedding, then the blocks, then the norm with the head.
+        takes_ids: whether the last stage takes the token ids, too.
+        layers: 0 for what precedes the blocks, then the blocks, then what follows them.
     """
 
-    def __init__(self, model: Any, layout: _Layout, num_blocks: int, layers: list[int]) -> None:
+    def __init__(self, model: Any, layout: _Layout, takes_ids: bool, layers: list[int]) -> None:
         super().__init__()
+        all_blocks = list(model.get_submodule(layout.blocks))
         self.is_first = 0 in layers
-        self.is_last = num_blocks + 1 in layers
-        base = shallow(model.get_submodule(layout.base))
-        for name in (*layout.before, *layout.after):
-            if not (self.is_first if name in layout.before else self.is_last):
-                children_of(base)[name] = Placeholder()
-        for name in layout.everywhere:
-            # some of them store the longest text so far
-            children_of(base)[name] = copy.deepcopy(children_of(base)[name])
-        blocks: Any = children_of(base)[layout.blocks]
-        own = Blocks({i - 1: blocks[i - 1] for i in layers if 0 < i <= num_blocks}, num_blocks, layout.tuples)
-        children_of(base)[layout.blocks] = own
+        self.is_last = len(all_blocks) + 1 in layers
+        *outer, last = layout.blocks.split(".")
         whole = holder = shallow(model)
-        *outer, last = layout.base.split(".")
         for name in outer:
             children_of(holder)[name] = holder = shallow(children_of(holder)[name])
-        children_of(holder)[last] = base
-        self._takes_ids = self.is_first
-        if not self.is_last:
-            for name in layout.heads:
-                del children_of(whole)[name]
-        elif layout.embedding and not self.is_first:
-            self._takes_ids = True
-            children_of(base)[layout.embedding] = Placeholder(own)
+        own = Blocks(all_blocks, [i - 1 for i in layers if 0 < i <= len(all_blocks)], layout.length)
+        children_of(holder)[last] = own
+        for path in layout.before if not self.is_first else ():
+            _replace(whole, path, Placeholder(whole.get_submodule(path), own))
+        for path in layout.after if not self.is_last else ():
+            _replace(whole, path, Placeholder(whole.get_submodule(path), own))
+        for path in layout.everywhere:
+            # some of them store the longest text so far
+            _replace(whole, path, copy.deepcopy(whole.get_submodule(path)))
+        run = whole if self.is_last or not outer else whole.get_submodule(outer[0])
+        self._main = model.main_input_name
+        self._takes_main = self.is_first or (self.is_last and takes_ids)
+        embedded = "inputs_embeds" in inspect.signature(run.forward).parameters
+        self._input = "inputs_embeds" if embedded and not self._takes_main else self._main
+        self._names = layout.names
         # not children: their forwards are used, under this module's names
-        self._parts = whole, base, own
-        self._layers = layers
+        self._parts = whole, run, own
+        self._no_cache = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
         torch_private.set_children(self, children_of(whole))
 
     def accepts(self) -> frozenset[str] | None:
         """The accepted keyword arguments."""
-        names = super().accepts()
-        return names if self._takes_ids or names is None else names - {"input_ids"}
+        return self._names | {self._main} if self._takes_main else self._names
 
     def compute_buffers(self, empty: Collection[int]) -> None:
         """Compute buffers that no checkpoint has, such as rotary embeddings, as transformers does."""
@@ -172,35 +191,26 @@ class DecoderStage(WholeNames):
             # the user may still initialise them
             vars(module).pop("_is_hf_initialized", None)
 
-    def forward(
-        self,
-        x: torch.Tensor | None = None,
-        *,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Map token ids (first stage) or hidden states to hidden states or logits (last stage).
+    def forward(self, x: Any = None, **named: Any) -> torch.Tensor:
+        """Map the model's input (first stage) or hidden states to hidden states or logits (last stage).
 
         Args:
-            x: token ids or hidden states, ``[rows, tokens, ...]``.
-            input_ids: the token ids by name, in the first stage.
-            attention_mask: as in the unsplit model; the same in every stage.
-            position_ids: as in the unsplit model; the same in every stage.
+            x: the input, such as token ids, or hidden states, ``[rows, tokens, ...]``.
+            named: the input by name, in the first stage; others as in the unsplit model, the same in every stage.
         """
-        whole, base, blocks = self._parts
-        x = input_ids if x is None else x
-        if x is None:
-            raise ValueError("input_ids: give the token ids, by this name or by position")
-        if self._takes_ids and not self.is_first and input_ids is None:
-            raise ValueError("input_ids: the last stage needs them to find the token to classify; give them by name")
+        _, run, blocks = self._parts
+        given = named.pop(self._main, None)
+        if given is None and self.is_first:
+            given = x
+        elif not self._takes_main:
+            # later stages use only the shape, dtype and device of hidden states
+            given = x.detach()
+        if given is None:
+            why = "" if self.is_first else "the last stage needs them to find the token to classify; "
+            raise ValueError(f"{self._main}: {why}give them by this name")
         blocks.begin(None if self.is_first else x)
-        ids = x if self.is_first else input_ids
-        # later stages use only the shape, dtype and device of hidden states
-        given: dict[str, Any] = {"input_ids": ids} if self._takes_ids else {"inputs_embeds": x.detach()}
-        given |= {"attention_mask": attention_mask, "position_ids": position_ids}
         try:
-            found = (whole if self.is_last else base)(**given, use_cache=False)
+            found = run(**{self._input: given}, **named, **self._no_cache)
             if self.is_last:
                 logits: torch.Tensor = found.logits
                 return logits
@@ -210,8 +220,13 @@ class DecoderStage(WholeNames):
             blocks.begin(None)
 
 
-def _examine(model: Any, run: Callable[[], Any] | None) -> _Layout:
-    """Find the parts of a model.
+def _replace(whole: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    children_of(whole.get_submodule(parent))[name] = module
+
+
+def _examine(model: Any, example: Collection[str], run: Callable[[], Any] | None) -> tuple[str, _Layout]:
+    """What has a label, and the parts of a model.
 
     Raises:
         ValueError: for a model that is not a supported sequence of blocks.
@@ -219,31 +234,31 @@ def _examine(model: Any, run: Callable[[], Any] | None) -> _Layout:
     _check_version()
     kind = getattr(model.config, "model_type", None)
     name = type(model).__name__
-    task = next((task for task in _TASKS if re.fullmatch(rf"\w+{task}", name)), None)
+    task = next((_TASKS[task] for task in _TASKS if re.fullmatch(rf"\w+{task}", name)), None)
     if task is None:
         raise ValueError(
-            f"model is a {name}: split takes the causal language model, as AutoModelForCausalLM has it, or that for "
-            "sequence classification"
+            f"model is a {name}: split takes models whose class name ends in {', '.join(_TASKS)}; give the one that "
+            f"has the head (of AutoModelForCausalLM, for example), or {BY_HAND}"
         )
     _check_config(model.config)
-    if kind in SUPPORTED and not _TASKS[task]:
+    if kind in SUPPORTED and task is _NEXT:
         layout = _GPT2 if kind == "gpt2" else _LLAMA
         _check_parts(model, layout)
     elif run is None:
         raise ValueError(
             f"model is a {name} (model_type {kind!r}): without an example split supports causal language models of "
-            f"{', '.join(SUPPORTED)}; give one microbatch, as in split(model, input_ids), to try it, or pass the "
-            "layers as a list"
+            f"{', '.join(SUPPORTED)}; give one microbatch, as in split(model, {model.main_input_name}), to try it, "
+            "or pass the layers as a list"
         )
     else:
-        layout = _find_parts(model, run, classifies=_TASKS[task])
-    blocks = len(getattr(model.get_submodule(layout.base), layout.blocks))
-    if blocks != model.config.num_hidden_layers:
+        layout = _find_parts(model, example, run)
+    blocks, said = len(model.get_submodule(layout.blocks)), getattr(model.config, "num_hidden_layers", None)
+    if run is None and blocks != said:
         raise ValueError(
-            f"model has {blocks} blocks but config.num_hidden_layers = {model.config.num_hidden_layers}: set both to "
-            "one number, as the model's forward skips the other blocks"
+            f"model has {blocks} blocks but config.num_hidden_layers = {said}: set both to one number, as the model's "
+            "forward skips the other blocks"
         )
-    return layout
+    return task, layout
 
 
 def _check_config(config: Any) -> None:
@@ -257,77 +272,75 @@ def _check_config(config: Any) -> None:
             raise ValueError(f"model: its config has {name}={value}, {why}")
 
 
+def _parts(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
+    """The modules beside a model's list of blocks, and beside each module that holds it, by path."""
+    found: dict[str, nn.Module] = {}
+    holder, prefix = model, ""
+    for name in blocks.split("."):
+        if parameters_of(holder):
+            raise ValueError(f"model: {type(holder).__name__} has parameters beside its modules; {BY_HAND}")
+        found |= {prefix + key: part for key, part in children_of(holder).items() if part is not None and key != name}
+        holder, prefix = holder.get_submodule(name), f"{prefix}{name}."
+    return found
+
+
 def _check_parts(model: Any, layout: _Layout) -> None:
-    base = model.get_submodule(layout.base)
-    known = {layout.blocks, *layout.before, *layout.after, *layout.everywhere}
-    odd = sorted((set(children_of(base)) ^ known) | (set(children_of(model)) ^ {layout.base, *layout.heads}))
+    odd = sorted(set(_parts(model, layout.blocks)) ^ (layout.before | layout.after | layout.everywhere))
     if odd:
-        name = type(model).__name__
         raise ValueError(
-            f"model: {name} has other parts than split supports: {', '.join(odd)}; remove what "
+            f"model: {type(model).__name__} has other parts than split supports: {', '.join(odd)}; remove what "
             "was added, or pass the layers as a list"
         )
 
 
-def _find_parts(model: Any, run: Callable[[], Any], *, classifies: bool) -> _Layout:
+def _find_parts(model: Any, example: Collection[str], run: Callable[[], Any]) -> _Layout:
     """Find the parts from a run on an example: the modules called before and after the blocks.
 
     Raises:
         ValueError: for a model without such blocks, or with parameters outside of its submodules.
     """
-    name, prefix = type(model).__name__, model.base_model_prefix
-    base: Any = children_of(model).get(prefix)
-    children: dict[str, Any] = {} if base is None else children_of(base)
-    heads = tuple(key for key in children_of(model) if key != prefix)
-    while len(children) == 1 and not parameters_of(base):  # OPT's base has nothing but a decoder
-        ((key, base),) = children.items()
-        prefix, children = f"{prefix}.{key}", children_of(base)
-    lists = [key for key, part in children.items() if isinstance(part, nn.ModuleList)]
-    if len(lists) != 1 or not len(children[lists[0]]):
-        raise ValueError(f"model: {name}.{prefix} has no single list of blocks; pass the layers as a list")
-    (blocks,) = lists
-    if parameters_of(base) or parameters_of(model):
-        raise ValueError(f"model: {name} has parameters beside its modules; pass the layers as a list")
-    row = list(children[blocks])
-    calls: list[tuple[str, Any]] = []
+    name = type(model).__name__
+    lists = {path: part for path, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part)}
+    if not lists:
+        raise ValueError(f"model: {name} has no list of blocks; {BY_HAND}")
+    # the first of equals is the outermost
+    blocks = max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()))
+    parts = _parts(model, blocks)
+    row = list(lists[blocks])
+    calls: list[tuple[Any, Any]] = []
     hidden: list[Any] = []
-    parts = {key: part for key, part in children.items() if key != blocks}
-
-    def enter(_: nn.Module, args: Any) -> None:
-        hidden.extend(args[:1])
-        calls.append(("", None))
-
     handles = [
         part.register_forward_hook(lambda _, __, found, key=key: calls.append((key, found)))
-        for key, part in parts.items()
+        for key, part in [*parts.items(), *enumerate(row)]
     ]
-    handles.append(row[0].register_forward_pre_hook(enter))
-    handles.append(row[-1].register_forward_hook(lambda _, __, found: calls.append(("", found))))
+    handles.append(row[0].register_forward_pre_hook(lambda _, args: hidden.extend(args[:1])))
     try:
         run()
     finally:
         for handle in handles:
             handle.remove()
-    marks = [place for place, (key, _) in enumerate(calls) if not key]
-    if len(marks) != 2 or not hidden:
-        raise ValueError(f"model: {name} does not run its blocks once, one after the other; pass a list of layers")
-    after = {key for key, _ in calls[marks[1] + 1 :]}
+    order = [key for key, _ in calls]
+    if [key for key in order if key in range(len(row))] != list(range(len(row))) or not hidden:
+        raise ValueError(f"model: {name} does not run {blocks} once, one after the other; {BY_HAND}")
+    begin, end = order.index(0), order.index(len(row) - 1)
+    after = frozenset(order[end + 1 :])
     # parts for all blocks have no parameters, for example rotary embeddings; those that return hidden states are the
     # first stage's
-    shapes = {key: getattr(found, "shape", None) for key, found in calls[: marks[0]]}
-    everywhere = {
+    shapes = {key: getattr(found, "shape", None) for key, found in calls[:begin]}
+    everywhere = frozenset(
         key
         for key, part in parts.items()
         if key not in after and not any(True for _ in part.parameters()) and shapes.get(key) != hidden[0].shape
-    }
-    before = tuple(key for key in parts if key not in after | everywhere)
-    embedding = [key for key, part in parts.items() if part is model.get_input_embeddings()]
-    if not embedding:
-        raise ValueError(f"model: the embedding is no part of {name}.{prefix}; pass the layers as a list")
-    last_parts = tuple(key for key in parts if key in after)
-    tuples = isinstance(calls[marks[1]][1], tuple)
-    found = embedding[0] if classifies else ""
-    return _Layout(prefix, blocks, before, last_parts, tuple(sorted(everywhere)), heads, found, tuples)
+    )
+    base = blocks.partition(".")[0]
+    odd = [key for key, found in calls if str(key).startswith(base) and not isinstance(found, torch.Tensor)]
+    odd = [key for key in odd if key not in everywhere]
+    if odd:
+        raise ValueError(f"model: {name}.{odd[0]} does not return a tensor; {BY_HAND}")
+    taken = inspect.signature(model.forward).parameters.keys()
+    names = (_LLAMA.names & taken) | set(example) - {model.main_input_name, "labels"}
+    length = len(calls[end][1]) if isinstance(calls[end][1], tuple) else 0
+    return _Layout(blocks, frozenset(parts) - after - everywhere, after, everywhere, frozenset(names), length)
 
 
 def _check_version() -> None:
@@ -343,18 +356,21 @@ class Blocks(nn.ModuleList):
     hidden states between blocks are handled here.
 
     Args:
-        tuples: whether a block returns a tuple, whose first element is the hidden states.
+        blocks: those of the whole model.
+        own: the numbers of the stage's.
+        length: of the tuple that a block returns, whose first element is the hidden states; 0 for a tensor.
 
     Attributes:
         hidden: input of the next block. Before the model's forward it is the previous stage's output, None in the first
             stage; afterwards this stage's output.
     """
 
-    def __init__(self, blocks: Mapping[int, nn.Module], total: int, tuples: bool) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], own: Iterable[int], length: int) -> None:
         super().__init__()
-        for number, block in blocks.items():
-            self.add_module(str(number), block)
-        self._total, self._tuples = total, tuples
+        for number in own:
+            self.add_module(str(number), blocks[number])
+        self._length = length
+        self._attributes = [attributes_of(block) for block in blocks]
         self._entered = False
         self.hidden: torch.Tensor | None = None
 
@@ -364,17 +380,18 @@ class Blocks(nn.ModuleList):
         self._entered = False
 
     def __len__(self) -> int:
-        return self._total
+        return len(self._attributes)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self[:])
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[number] for number in range(self._total)[index]]
-        return partial(self._run, children_of(self).get(str(range(self._total)[index])))
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        return _Block(partial(self._run, number), self._attributes[number])
 
-    def _run(self, block: nn.Module | None, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, number: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run a block on the hidden states; return them unchanged for a block of another stage."""
         if self._entered and hidden is not self.hidden:
             raise ValueError(
@@ -384,31 +401,58 @@ class Blocks(nn.ModuleList):
         self._entered = True
         if self.hidden is None:
             self.hidden = hidden
-        found = (self.hidden, None) if self._tuples else self.hidden
+        block = children_of(self).get(str(number))
+        found = (self.hidden, *[None] * (self._length - 1)) if self._length else self.hidden
         if block is not None:
             found = block(self.hidden, *args, **kwargs)
-            self.hidden = found[0] if self._tuples else found
+            self.hidden = found[0] if self._length else found
         return found
 
 
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes without its memory: tensors are on meta, submodules are namespaces of theirs.
+
+    Without its mode: the stages have their own.
+    """
+    public = {name: value for name, value in vars(module).items() if name[0] != "_" and name not in _OF_A_STAGE}
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return (
+        public
+        | {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors}
+        | {n: SimpleNamespace(**attributes_of(child)) for n, child in children_of(module).items() if child is not None}
+    )
+
+
+_OF_A_STAGE = ("training", "forward")
+
+
+class _Block:
+    """A block, of this stage or another, as the model's forward sees it: it may read the block's type, for example."""
+
+    def __init__(self, run: Callable[..., Any], attributes: Mapping[str, Any]) -> None:
+        vars(self).update(attributes)
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
 class Placeholder(nn.Module):
-    """Replaces a module of another stage, whose output is not used.
+    """Replaces a module of another stage: it returns the hidden states, of which only shape, dtype and device are used.
 
     Args:
-        blocks: of a stage that also takes token ids, whose embedding it replaces: it returns the hidden states, of
-            which only shape, dtype and device are used.
+        module: the other stage's, whose attributes the model's forward may read.
+        blocks: which know the hidden states.
     """
 
-    def __init__(self, blocks: Blocks | None = None) -> None:
+    def __init__(self, module: nn.Module, blocks: Blocks) -> None:
         super().__init__()
+        vars(self).update(attributes_of(module))
         # in a tuple, so that it is not registered as a submodule
         self._blocks = (blocks,)
 
-    def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the input if it may be hidden states, else 0, which can be added to them."""
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the hidden states without their graph."""
         (blocks,) = self._blocks
-        if blocks is not None:
-            assert blocks.hidden is not None
-            return blocks.hidden.detach()
-        may_be_hidden = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 2
-        return x if may_be_hidden else torch.zeros(())
+        assert blocks.hidden is not None
+        return blocks.hidden.detach()

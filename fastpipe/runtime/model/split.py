@@ -8,6 +8,7 @@ every later module. A run on an example finds the blocks and the later modules, 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from fastpipe.runtime.model.chain import (
     shallow,
 )
 from fastpipe.runtime.model.cuts import restored
-from fastpipe.runtime.model.hugging_face import DecoderLayers, is_hugging_face
+from fastpipe.runtime.model.hugging_face import BY_HAND, HuggingFaceLayers, is_hugging_face
 
 logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
@@ -38,7 +39,6 @@ _MAX_TRIED = 4
 Further = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Arguments of a module beside the previous one's output, by position and by name; equal in every step, and a `Buffer`
 in place of one of the model's."""
-_INSTEAD = "pass the model's layers as a list, each of which takes what the one before it returns"
 
 
 def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) -> Layers:
@@ -51,11 +51,12 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
         model: one of these.
 
             * An ``nn.Sequential`` or a list: its members.
-            * A causal language model of Hugging Face's transformers: the embedding, every block, and the norm with the
-              head. The result has ``loss_fn`` and ``num_tokens`` for ``Pipeline(loss_fn=, loss_reduction=)``;
-              `Pipeline.step` takes the token ids and, by name, ``attention_mask`` and ``position_ids``, on every rank.
-              Llama, GPT-2, Qwen2, Qwen3, Mistral, Gemma and Gemma 2 need no example. Other models, and text
-              classifiers, are split by running an example, on which the layers are compared with the model.
+            * A model of Hugging Face's transformers with a list of blocks, such as a causal or masked language model or
+              a classifier: what precedes the blocks, every block, and what follows them. The result has ``loss_fn`` and
+              ``num_tokens`` for ``Pipeline(loss_fn=, loss_reduction=)``; `Pipeline.step` takes the model's input and,
+              by name, ``attention_mask``, ``position_ids`` and what the example has, on every rank. Causal language
+              models of Llama, GPT-2, Qwen2, Qwen3, Mistral, Gemma and Gemma 2 need no example. Others are split by
+              running an example, on which the layers are compared with the model.
             * Another module with an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of blocks, with an
               example: the part of its forward before the first block, every block, and every later module. Each block
               and later module must take the output of the one before it, and further only buffers of the model and
@@ -87,7 +88,7 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
         if not layers:
             raise ValueError("model has no layers: give at least one")
         return layers
-    layers = (_decoder if is_hugging_face(model) else _row)(model, example, kwargs)
+    layers = (_hugging_face if is_hugging_face(model) else _row)(model, example, kwargs)
     layers.whole = model
     return layers
 
@@ -119,22 +120,40 @@ def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwarg
     return layers
 
 
-def _decoder(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderLayers:
+def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> HuggingFaceLayers:
     """The layers of a transformers model, compared with it on the example if there is one."""
     if not example and not kwargs:
-        return DecoderLayers(model)
+        return HuggingFaceLayers(model)
+    given = {**inspect.signature(model.forward).bind_partial(*example).arguments, **kwargs}
+    no_cache = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
 
-    def whole() -> torch.Tensor:
-        logits: torch.Tensor = model(*example, **kwargs, use_cache=False).logits
+    def whole(named: dict[str, Any] = given) -> torch.Tensor:
+        logits = getattr(model(**named | no_cache), "logits", None)
+        if not isinstance(logits, torch.Tensor):
+            raise ValueError(f"model: {type(model).__name__} returns no logits; {BY_HAND}")
         return logits
 
-    layers = DecoderLayers(model, lambda: _run_restored(model, whole))
+    layers = HuggingFaceLayers(model, given, lambda: _run_restored(model, whole))
     _check_complete(model, layers)
-    # a classifier's last layer takes the token ids by name
-    given = dict(zip(["input_ids"], example, strict=False)) | kwargs
     _compare(model, whole, partial(_run_layers, layers, (), given), _run_restored(model, whole))
+    padded = _padded(model, given)
+    if not _equal_in_mode(model.training, model, partial(whole, padded), partial(_run_layers, layers, (), padded)):
+        raise ValueError(
+            f"model: {type(model).__name__} finds padding by the token ids, which only its first stage has; give "
+            "attention_mask in the example, as split(model, input_ids, attention_mask=mask), and in every step"
+        )
     logger.info("split: the %d layers of %s return its output on the example", len(layers), type(model).__name__)
     return layers
+
+
+def _padded(model: Any, example: Mapping[str, Any]) -> dict[str, Any]:
+    """The example with a token of padding, where a model has one: the user's may have none."""
+    ids, token = example.get("input_ids"), getattr(model.config, "pad_token_id", None)
+    if ids is None or token is None:
+        return dict(example)
+    ids = ids.clone()
+    ids[0, ids.shape[1] // 2] = token
+    return {**example, "input_ids": ids}
 
 
 def _compare(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any], expected: torch.Tensor) -> None:
@@ -232,7 +251,7 @@ def rows_of_modules(model: nn.Module) -> list[list[str]]:
     if not found:
         raise ValueError(
             f"model is a {type(model).__name__} without an nn.ModuleList, nn.ModuleDict or nn.Sequential of blocks; "
-            f"{_INSTEAD}"
+            f"{BY_HAND}"
         )
     return found[:_MAX_TRIED]
 
@@ -258,19 +277,19 @@ def row_of_modules(
     if [call.path for call in calls[: len(blocks)]] != list(blocks):
         found = ", ".join(call.path for call in calls[: len(blocks)]) or "none"
         listed = f"{blocks[0]} to {blocks[-1]}"
-        raise ValueError(f"model: its blocks are {listed}, and its forward called {found}; {_INSTEAD}")
+        raise ValueError(f"model: its blocks are {listed}, and its forward called {found}; {BY_HAND}")
     for call in calls:
         if not isinstance(call.output, torch.Tensor):
-            raise ValueError(f"model: {call.path} returns a {type(call.output).__name__}, not a tensor; {_INSTEAD}")
+            raise ValueError(f"model: {call.path} returns a {type(call.output).__name__}, not a tensor; {BY_HAND}")
     buffers = {id(buffer): Buffer(name) for name, buffer in model.named_buffers()}
     for call, before in zip(calls, [None, *calls], strict=False):
         _check_link(before, call, buffers)
     if calls[-1].output is not output or version_of(calls[-1].output) != calls[-1].version:
-        raise ValueError(f"model: its forward does something after {calls[-1].path}; make that a module, or {_INSTEAD}")
+        raise ValueError(f"model: its forward does something after {calls[-1].path}; make that a module, or {BY_HAND}")
     names = [call.path for call in calls]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"model: {twice} is called twice; {_INSTEAD}")
+        raise ValueError(f"model: {twice} is called twice; {BY_HAND}")
     return {call.path: _by_name(call, buffers) for call in calls}, output
 
 
@@ -316,14 +335,14 @@ def _check_link(before: Call | None, after: Call, buffers: Container[int]) -> No
     if others:
         raise ValueError(
             f"model: {after.path} gets {len(others)} more arguments than its input that are not buffers of the "
-            f"model; {_INSTEAD}"
+            f"model; {BY_HAND}"
         )
     if before is None:
         return
     if after.args[:1] == () or after.args[0] is not before.output or after.seen != before.version:
         raise ValueError(
             f"model: its forward does something between {before.path} and {after.path}; make that a part of one of "
-            f"them, or {_INSTEAD}"
+            f"them, or {BY_HAND}"
         )
 
 
