@@ -45,8 +45,6 @@ class PipelineTrainer(Trainer):
         loss_fn, self._num_tokens = layers.loss_fn, layers.num_tokens
         scaled = functools.wraps(loss_fn)(lambda output, labels: loss_fn(output, labels) * scale[0])
         self.pipe = fastpipe.Pipeline(layers, loss_fn=scaled, loss_reduction=layers.num_tokens, **pipeline)
-        if self.pipe.schedule.forward_only:
-            raise ValueError(f"schedule = {self.pipe.schedule.name!r}: it has no backward; take 1f1b, for example")
         if self.args.world_size not in (1, self.pipe.num_ranks):
             raise ValueError(f"{self.args.world_size} processes, {self.pipe.num_ranks} ranks: each must have one")
         self._local = torch.nn.ModuleList(self.pipe.stage_modules.values())
