@@ -32,7 +32,8 @@ class PipelineTrainer(Trainer):
     A ValueError names an argument of the Trainer that a pipeline cannot follow.
 
     Args:
-        pipeline: the arguments of `fastpipe.Pipeline`, without layers and loss, as ``{"schedule": "zbv"}``.
+        pipeline: the arguments of `fastpipe.Pipeline`, without layers and loss: ``{"schedule": "zbv"}``,
+            with ``"num_ranks"`` in one process, whose threads are the ranks.
         example: a microbatch without labels, for models that `fastpipe.split` splits by an example.
         args, kwargs: as for the Trainer; every process gets the same ``per_device_train_batch_size`` rows.
     """
