@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline, StepError
@@ -243,6 +244,20 @@ def test_a_replica_that_leaves_out_a_collective_ends_the_pipelines(wrap: str, wh
     assert kind == other == "StepError", (own, text)
     assert why in own and "has exited" not in own and "the pipeline is closed" in own
     assert "process 0 has exited, or has closed its connections after a failure" in text
+
+
+@on_ranks(2)
+def test_what_gloo_does_not_take_is_not_a_lost_replica() -> None:
+    over = mesh()
+
+    def sharded() -> list[nn.Module]:
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float8_e4m3fn)
+        return [fully_shard(nn.Linear(8, 8), mesh=over["dp"], mp_policy=policy)]
+
+    pipe = Pipeline(sharded(), "1f1b", 1, nn.functional.mse_loss, group=over["pp"].get_group())
+    x = torch.randn(4, 8)
+    kind, text, _ = caught(lambda: pipe.step(x, target=x))
+    assert kind == "StepError" and "stage 0 could not run a collective: RuntimeError: Invalid scalar type" in text, text
 
 
 @on_ranks(2)
