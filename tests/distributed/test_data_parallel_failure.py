@@ -269,6 +269,15 @@ def test_replicas_are_not_built_over_a_group_that_has_failed() -> None:
     assert kind == "ValueError" and "after a failure (process 1 has exited); make a new group" in text, (kind, text)
 
 
+@on_ranks(2)
+def test_a_pipeline_whose_group_another_one_has_closed_says_why() -> None:
+    over = mesh()
+    pipe = build("ddp", "1f1b", "auto", over)
+    with mock.patch.dict(DataParallel.broken, {over.get_group("dp"): "process 1 has exited"}):
+        _, text, _ = caught(lambda: step(pipe, 0, 0))
+    assert "could not reduce its gradients: process 1 has exited" in text, text
+
+
 def only_one_steps(executor: str) -> tuple[str, str]:
     over, replica = mesh_and_replica()
     pipe = build("ddp", "zbv", executor, over, timeout=10.0)
