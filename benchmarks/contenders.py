@@ -55,7 +55,8 @@ def fastpipe_step(schedule: Schedule, rank: int, work: Work, **options: Any) -> 
     """One step of a Pipeline; the processes are ranks."""
     stages = local_stages(schedule, rank, work)
     pipe = fastpipe.Pipeline(stages, schedule=schedule, loss_fn=work.loss_fn, merge=False, **options)
-    return lambda **more: pipe.step(work.inputs, target=work.targets, **more)
+    step = pipe.eval_step if schedule.forward_only else pipe.step
+    return lambda **more: step(work.inputs, target=work.targets, **more)
 
 
 def torch_step(schedule: Schedule, rank: int, work: Work) -> Callable[[], list[Tensor]]:

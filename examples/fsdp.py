@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gpt_model import Shape, gpt_layers, loss_fn
 from text_data import byte_frequencies, random_batches, read_corpus
 from torch.distributed.fsdp import fully_shard
-from training import replicas_by_ranks, run
+from training import positive, replicas_by_ranks, run
 
 import fastpipe
 
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     """The command."""
     parser = argparse.ArgumentParser(description="Data parallel times pipeline, with FSDP2.")
     parser.add_argument("--schedule", default="zbv", help="how the stages are run")
-    parser.add_argument("--steps", type=int, default=10, help="how many optimizer steps")
+    parser.add_argument("--steps", type=positive(int), default=10, help="how many optimizer steps")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     return train(given.steps, given.schedule)

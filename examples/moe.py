@@ -19,7 +19,7 @@ import torch.distributed as dist
 from moe_model import BALANCE, CONTEXT, NUM_EXPERTS, OverlappedPart, Part
 from text_data import random_batches, read_corpus
 from torch import Tensor, nn
-from training import replicas_by_ranks, run
+from training import positive, replicas_by_ranks, run
 
 import fastpipe
 
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     """The command."""
     parser = argparse.ArgumentParser(description="Train a small mixture of experts.")
     parser.add_argument("--schedule", default="dualpipev", help="how the stages are run")
-    parser.add_argument("--steps", type=int, default=10, help="how many optimizer steps")
+    parser.add_argument("--steps", type=positive(int), default=10, help="how many optimizer steps")
     parser.add_argument("--plain", action="store_true", help="nothing crosses beside other work")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -125,6 +125,8 @@ def main():
     parser.add_argument("--tp", type=int, default=1, help="processes of tensor parallelism")
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("start it with torchrun, as above")
     num_ranks = int(os.environ["WORLD_SIZE"]) // (options.dp * options.tp)
     for part in ("training", "validation"):
         text_datasets.DATASETS[part] = DatasetConfig(path=part, loader=text, sample_processor=lambda row: row["text"])

@@ -14,8 +14,6 @@ import itertools
 import os
 import platform
 import statistics
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from console import Console
 from gpt_model import Shape, continue_text, gpt_layers, loss_fn
 from text_data import Bigram, Corpus, byte_frequencies, even_batches, random_batches, read_corpus
 from torch import Tensor, nn
-from training import DEVICES, Budget, Meter, learning_rate, own_device
+from training import DEVICES, Budget, Meter, learning_rate, own_device, positive, run
 
 import fastpipe
 
@@ -34,19 +32,6 @@ Batch = tuple[Tensor, Tensor]
 TRACE_EVERY = 25
 PLAN_EFFORT, PLAN_ROUNDS = 0.2, 5
 PROMPT = 'def read_file(path, encoding=None):\n    """'
-
-
-def positive(kind: type) -> Callable[[str], float]:
-    """A type for argparse that takes numbers above 0 alone."""
-
-    def read(text: str) -> float:
-        number = kind(text)
-        if not number > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
-        return number
-
-    read.__name__ = kind.__name__
-    return read
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -108,8 +93,6 @@ def build(args: argparse.Namespace) -> Session:
         loss_fn=loss_fn,
         executor=args.executor,
     )
-    if pipe.schedule.forward_only:
-        raise ValueError(f"schedule = {args.schedule!r}: it has no backward, and nothing would be learnt; take another")
     validation = even_batches(corpus.validation, count=8, rows=8 * args.microbatches, length=args.context)
     return Session(model, pipe, corpus, validation)
 
@@ -271,10 +254,7 @@ def main() -> None:
     console = Console()
     # One thread a rank, unless the user says otherwise: ranks share the cores.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    try:
-        session = build(args)
-    except ValueError as error:
-        sys.exit(f"train_gpt.py: {error}")
+    session = build(args)
     introduce(session, args, console)
     batch = next(random_batches(session.corpus.training, args.rows * args.microbatches, args.context, args.seed))
     check(session, batch, console)
@@ -295,4 +275,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

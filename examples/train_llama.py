@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from text_data import VOCABULARY, read_corpus
 from torch import Tensor
-from training import DEVICES, own_device, run
+from training import DEVICES, own_device, positive, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastpipe
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a small Hugging Face Llama over a pipeline.")
     parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "4")), help="how many ranks")
     parser.add_argument("--schedule", default="zbv", help="how the stages are run")
-    parser.add_argument("--steps", type=int, default=25, help="how many optimizer steps")
+    parser.add_argument("--steps", type=positive(int), default=25, help="how many optimizer steps")
     parser.add_argument("--device", default="auto", choices=DEVICES, help="a GPU a process, or the CPU")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import sys
@@ -44,11 +45,24 @@ def replicas_by_ranks(name: str, num_ranks: int) -> DeviceMesh | None:
     return dist.init_device_mesh("cpu", (processes // num_ranks, num_ranks), mesh_dim_names=(name, "pp"))
 
 
+def positive(kind: type) -> Callable[[str], float]:
+    """A type for argparse that takes numbers above 0 alone."""
+
+    def read(text: str) -> float:
+        number = kind(text)
+        if not number > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return number
+
+    read.__name__ = kind.__name__
+    return read
+
+
 def run(main: Callable[[], object]) -> None:
     """A command, which a wrong argument ends with one line."""
     try:
         main()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
 
 

@@ -215,10 +215,11 @@ def _places(folder: Path) -> list[Path]:
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Check that a path can be saved to: it does not exist, or has only files of a checkpoint."""
+    """Check that a path can be saved to: it can be made, or has only files of a checkpoint."""
     target = real_path(path)
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"path = {str(path)!r} is a file; give a new folder")
+    found = next(folder for folder in (target, *target.parents) if folder.exists())
+    if not found.is_dir():
+        raise ValueError(f"path = {str(path)!r}: {str(found)!r} is a file; give a new folder")
     names = sorted(os.listdir(target)) if target.is_dir() else []
     foreign = [name for name in names if not _OWN.fullmatch(name)]
     if foreign:

@@ -131,9 +131,8 @@ def _schedule(
         schedule = fastpipe.make_schedule(SCHEDULES.get(name, name), **sizes)
         if count not in (None, schedule.num_stages) and count % num_ranks == 0:
             schedule = fastpipe.make_schedule(schedule.name, **sizes, stages_per_rank=count // num_ranks)
-    if schedule.forward_only or schedule.placement.num_routes > 1:
-        why = "has no backward" if schedule.forward_only else "has every stage twice"
-        raise ValueError(f"pipeline_parallel_schedule = {name!r} {why}: take dualpipev, for example")
+    if schedule.placement.num_routes > 1:
+        raise ValueError(f"pipeline_parallel_schedule = {name!r} has every stage twice: take dualpipev, for example")
     stages = schedule.num_stages
     names = names or [[list(layers)[i] for i in cut] for cut in fastpipe.partition([*layers.values()], stages)]
     if count not in (None, stages) or {layer for part in names for layer in part} != layers.keys():

@@ -32,7 +32,8 @@ class PipelineTrainer(Trainer):
     A ValueError names an argument of the Trainer that a pipeline cannot follow.
 
     Args:
-        pipeline: the arguments of `fastpipe.Pipeline`, without layers and loss, as ``{"schedule": "zbv"}``.
+        pipeline: the arguments of `fastpipe.Pipeline`, without layers and loss: ``{"schedule": "zbv"}``,
+            with ``"num_ranks"`` in one process, whose threads are the ranks.
         example: a microbatch without labels, for models that `fastpipe.split` splits by an example.
         args, kwargs: as for the Trainer; every process gets the same ``per_device_train_batch_size`` rows.
     """
@@ -45,8 +46,6 @@ class PipelineTrainer(Trainer):
         loss_fn, self._num_tokens = layers.loss_fn, layers.num_tokens
         scaled = functools.wraps(loss_fn)(lambda output, labels: loss_fn(output, labels) * scale[0])
         self.pipe = fastpipe.Pipeline(layers, loss_fn=scaled, loss_reduction=layers.num_tokens, **pipeline)
-        if self.pipe.schedule.forward_only:
-            raise ValueError(f"schedule = {self.pipe.schedule.name!r}: it has no backward; take 1f1b, for example")
         if self.args.world_size not in (1, self.pipe.num_ranks):
             raise ValueError(f"{self.args.world_size} processes, {self.pipe.num_ranks} ranks: each must have one")
         self._local = torch.nn.ModuleList(self.pipe.stage_modules.values())

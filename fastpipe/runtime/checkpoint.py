@@ -108,7 +108,10 @@ def template(optimizers: Optimizers, names: Names, saved: Mapping[str, Any]) -> 
     found: dict[str, Any] = {}
     for _, name, parameter, _ in _parameters(optimizers, names):
         if (_GROUPS, name) not in index:
-            raise KeyError(f"the checkpoint has no state of an optimizer for {name!r}: it was saved without one")
+            raise KeyError(
+                f"the checkpoint has no state of an optimizer for {name!r}: it was saved without one (by "
+                "transformers, with save_only_model=True); load the model alone, and begin with a new optimizer"
+            )
         for section in ("state", _GROUPS):
             entries = index.get((section, name), {})
             found |= {f"{section}.{name}.{key}": _empty(parameter, entry) for key, entry in entries.items()}

@@ -579,7 +579,6 @@ def make_steps(
         why_not_recorded=refusal,
         mesh_groups=mesh_groups,
     )
-    forward_only = not programs.has_backward(num_microbatches)
     audit = None
     if local.audited:
         assert execution.audit is not None
@@ -596,7 +595,6 @@ def make_steps(
         random,
         unfilled,
         local.rest,
-        forward_only=forward_only,
         warn_after=execution.checked_warn_after(),
         audit=audit,
     )

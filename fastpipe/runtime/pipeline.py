@@ -259,7 +259,8 @@ class Pipeline:
             kwargs: keyword arguments, passed to every stage whose forward has a parameter of that name.
 
         Raises:
-            ValueError: for an invalid input, naming it; the other ranks raise StepError.
+            ValueError: for an invalid input, naming it; the other ranks raise StepError. For a schedule without
+                backwards, on all ranks.
             StepError: if the step failed on another rank. The rank that failed raises its own exception.
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches
@@ -269,7 +270,7 @@ class Pipeline:
             target,
             output_grad,
             count,
-            training=not self._steps.forward_only or output_grad is not None,
+            training=True,
             reduces=self._reduces,
             gathers_outputs=gather_outputs,
             index=index,
@@ -593,7 +594,7 @@ class Pipeline:
             self._rebuild(programs, schedule, model if recompute is None else replace(model, recompute=recompute))
         else:
             self.num_microbatches = schedule.num_microbatches
-            self._steps.follow(programs, forward_only=not programs.has_backward(schedule.num_microbatches))
+            self._steps.follow(programs)
         logger.info("%s", self.describe())
 
     def _rebuild(self, programs: Programs, schedule: Schedule, model: ModelArguments) -> None:

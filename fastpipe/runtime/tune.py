@@ -276,10 +276,11 @@ def profile(
     """
     name = f"profile{'_layers' if by_layer else ''}, num_steps={num_steps!r}"
     steps.all_gather(name, lambda: _check(steps, inputs, num_steps, by_layer))
+    trains = steps.programs.has_backward(num_microbatches)
     with steps.part_of(name), _restored(modules, parameters, steps):
-        call(True, False)
-        timelines = [call(True, True).timeline for _ in range(num_steps)]
-        with metered(steps.stages, by_layer=by_layer, trains=not steps.forward_only) as units:
+        call(trains, False)
+        timelines = [call(trains, True).timeline for _ in range(num_steps)]
+        with metered(steps.stages, by_layer=by_layer, trains=trains) as units:
             call(False, False)
     replies = steps.all_gather("profile", lambda: _message(units))
     return Profile(timelines, _units_of(replies), num_microbatches)

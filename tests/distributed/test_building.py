@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fastpipe import Pipeline, StepError
 from fastpipe.runtime import construction, pipeline
 from fastpipe.runtime.arguments import Arguments
+from fastpipe.runtime.common import torch_private
 from fastpipe.runtime.coordination.gather import SharedMemoryGather
 from fastpipe.runtime.coordination.host import identify
 from fastpipe.runtime.coordination.peers import LocalPeers
@@ -293,3 +294,15 @@ def test_who_never_starts_is_waited_for_until_the_timeout() -> None:
     environment = os.environ | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], env=environment, capture_output=True, text=True)
     assert "raised Dist" in done.stdout, done.stderr
+
+
+@on_ranks(2)
+def test_groups_leave_no_keys_in_the_store() -> None:
+    def keys() -> set[str]:
+        return {str(key) for key in torch_private.default_store().list_keys() if "/groups/" in str(key)}
+
+    case, before = CASES["plain"], keys()
+    dist.barrier()
+    Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn, transport="process_group")
+    dist.barrier()
+    assert keys() <= before

@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe import Pipeline, StepError
+from fastpipe import Pipeline, Placement, Schedule, StepError
 from fastpipe.runtime.common import torch_private
 from fastpipe.runtime.data_parallel import DataParallel
 from tests.conftest import executors_in_turn
@@ -245,6 +247,42 @@ def test_a_replica_that_leaves_out_a_collective_ends_the_pipelines(wrap: str, wh
     assert "process 0 has exited, or has closed its connections after a failure" in text
 
 
+AGAIN = "0UNSHARD 0F0 0F1 1UNSHARD 1F0 1F1 0RESHARD 1B0 1B1 1REDUCE_GRAD 0UNSHARD 0B0 0B1 0REDUCE_GRAD"
+
+
+def gathers_again(executor: str) -> list[str]:
+    """The last stage's reduction is left out on one replica; what each says, and what another pipeline there does."""
+    over, replica = mesh_and_replica()
+    schedule = Schedule.from_actions("again", Placement.custom([0, 0]), 2, [AGAIN.split()])
+    pipe, other = (build("fsdp", schedule, executor, over, num_microbatches=None) for _ in range(2))
+    if replica == 0:
+        group = pipe._steps.stages[1].parallel._groups[1]  # type: ignore[union-attr]
+        check_while_reducing(group, "before", lambda: no_memory(group, over, 0))
+    with mock.patch.object(torch_private, "join_fsdp_collective", no_memory):
+        return [caught(partial(step, one, 0, replica))[1] for one in (pipe, other)]
+
+
+def test_nothing_is_gathered_in_a_group_that_is_broken(executor: str) -> None:
+    with ranks(2) as group:
+        for texts, said in zip(group.run(gathers_again, executor), ("no memory", "process 0 has exited"), strict=True):
+            assert all(said in text and "the pipeline is closed" in text for text in texts), texts
+
+
+def reduces_in_eight_bits() -> str:
+    over = mesh()
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float8_e4m3fn)
+    layer = fully_shard(nn.Linear(8, 8), mesh=over["dp"], mp_policy=policy)
+    pipe = Pipeline([layer], "1f1b", 1, nn.functional.mse_loss, group=over["pp"].get_group())
+    x = torch.randn(4, 8)
+    return caught(lambda: pipe.step(x, target=x))[1]
+
+
+def test_what_gloo_does_not_take_is_not_a_lost_replica() -> None:
+    with ranks(2) as group:
+        for text in group.run(reduces_in_eight_bits):
+            assert "stage 0 could not run a collective: RuntimeError: Invalid scalar type" in text, text
+
+
 @on_ranks(2)
 def test_replicas_are_not_built_over_a_group_that_has_failed() -> None:
     """Over Gloo it is closed, of which torch says that there is no backend."""
@@ -252,6 +290,15 @@ def test_replicas_are_not_built_over_a_group_that_has_failed() -> None:
     with mock.patch.dict(DataParallel.broken, {over.get_group("dp"): "process 1 has exited"}):
         kind, text, _ = caught(lambda: build("fsdp", "1f1b", "auto", over))
     assert kind == "ValueError" and "after a failure (process 1 has exited); make a new group" in text, (kind, text)
+
+
+@on_ranks(2)
+def test_a_pipeline_whose_group_another_one_has_closed_says_why() -> None:
+    over = mesh()
+    pipe = build("ddp", "1f1b", "auto", over)
+    with mock.patch.dict(DataParallel.broken, {over.get_group("dp"): "process 1 has exited"}):
+        _, text, _ = caught(lambda: step(pipe, 0, 0))
+    assert "could not reduce its gradients: process 1 has exited" in text, text
 
 
 def only_one_steps(executor: str) -> tuple[str, str]:

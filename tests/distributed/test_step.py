@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
 import fastpipe
@@ -189,10 +190,18 @@ def test_outputs_of_every_kind_are_gathered() -> None:
 def test_an_argument_that_the_pipeline_excludes_leaves_nobody_waiting() -> None:
     (x, y), rank = batch(), dist.get_rank()
     other_calls = "the ranks do not make the same call"
-    discards, forwards = pipeline(merge=False), pipeline(schedule="forward_only", loss_fn=None)
+    discards = pipeline(merge=False)
     refuses(lambda: discards.step(x, target=y, gather_outputs=rank == 1), other_calls)
-    refuses(lambda: forwards.step(x, output_grad=y if rank else None), other_calls)
-    refuses(lambda: forwards.step(x, output_grad=y), "output_grad: forward_only has no backward")
+
+
+@on_ranks(2)
+def test_a_batch_that_is_sharded_over_the_ranks_is_refused() -> None:
+    """To split it would be a collective of the first rank alone, which would wait for ever."""
+    (x, y), mesh = batch(), dist.init_device_mesh("cpu", (2,))
+    spread = distribute_tensor(x, mesh, [Shard(0)])
+    pipe = pipeline()
+    refuses(lambda: pipe.step(spread, target=y), "DTensor with the placements .*: give the local rows, by to_local", 0)
+    pipe.step(x, target=y)
 
 
 def an_order(lazy: bool) -> fastpipe.Schedule:

@@ -140,7 +140,6 @@ def test_a_model_is_cut_as_the_options_say(tmp_path: Path) -> None:
         ({"pipeline_parallel_layers_per_stage": 1, "pipeline_parallel_schedule": "zbv"}, "stages_per_rank"),
         ({"pipeline_parallel_schedule": "dualpipe"}, "num_ranks = 1"),
         ({"pipeline_parallel_schedule": "3F4B"}, "there is no such schedule"),
-        ({"pipeline_parallel_schedule": "forward_only"}, "'forward_only' has no backward: take"),
     ],
 )
 def test_options_that_do_not_fit_are_named(changed: dict[str, Any], message: str) -> None:

@@ -83,7 +83,6 @@ def trainer(tmp_path: Path, kind: Any = None, schedule: str = "1f1b", **changed:
         ({"optim": "lomo"}, "optim = .*lomo.*: leave it out"),
         ({"compute_loss_func": max}, "compute_loss_func = .*: leave it out"),
         ({"model_init": lambda: model()}, "model_init = .*: leave it out"),
-        ({"schedule": "forward_only"}, "schedule = 'forward_only': it has no backward"),
     ],
 )
 def test_what_a_pipeline_cannot_follow_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:

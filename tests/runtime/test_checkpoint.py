@@ -499,8 +499,10 @@ def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
     (tmp_path / "a" / "notes.txt").touch()
     with pytest.raises(ValueError, match="path = .*a': the folder has 'notes.txt', which is not a file of"):
         save_checkpoint(tmp_path / "a", pipe)
-    with pytest.raises(ValueError, match="path = .*notes.txt' is a file; give a new folder"):
+    with pytest.raises(ValueError, match="path = .*notes.txt': .*notes.txt' is a file; give a new folder"):
         save_checkpoint(tmp_path / "a" / "notes.txt", pipe)
+    with pytest.raises(ValueError, match="path = .*notes.txt/b': .*notes.txt' is a file; give a new folder"):
+        save_checkpoint(tmp_path / "a" / "notes.txt" / "b", pipe, asynchronous=True)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     load_checkpoint(tmp_path / "a", pipe)
 

@@ -68,7 +68,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str
             now.setattr(sys, "argv", ["train_gpt.py", *SMALL, *length, *out, *arguments])
             example = importlib.import_module("train_gpt")
             now.setattr(example, "PLAN_ROUNDS", 1)
-            example.main()
+            example.run(example.main)
         return written.read_text()
 
     yield run
@@ -137,6 +137,7 @@ def test_a_run_that_was_interrupted_goes_on(one_rank, here, checkpoints):
         ("--schedule forward_only", "has no backward"),
         ("--layers 3", "3 layers"),
         ("--width 40", "width = 40"),
+        ("--memory-copies 1", "start it with torchrun"),
     ],
 )
 def test_a_wrong_argument_ends_in_one_sentence(arguments, message, here):

@@ -271,11 +271,14 @@ def test_a_step_without_labels_is_forward_only_and_the_next_ones_train(executor:
 def test_a_forward_only_schedule(executor: str) -> None:
     batch = batch_of()
     pipe = pipeline(schedule="forward_only", executor=executor)
-    result = pipe.step(batch.args[0], target=batch.target)
+    for given in ({"target": batch.target}, {"output_grad": torch.ones(9, WIDTH)}, {}):
+        with pytest.raises(ValueError, match="schedule = 'forward_only': it has no backward.*call eval_step"):
+            pipe.step(batch.args[0], **given)
+    result = pipe.eval_step(batch.args[0], target=batch.target)
     expected = squared(Chain(dict(enumerate(CASE.layers(4))))(batch.args[0]), batch.target)
     assert torch.allclose(result.loss, expected) and not result.loss.requires_grad and not grads(pipe)
-    with pytest.raises(ValueError, match="output_grad: forward_only has no backward"):
-        pipe.step(batch.args[0], output_grad=torch.ones(9, WIDTH))
+    costs = pipe.profile(batch.args[0], target=batch.target, num_steps=1)
+    assert min(costs.forward) > 0 and not any(costs.backward_input)
 
 
 def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -761,7 +761,7 @@ PRIVATE = (
     Private(
         f"{_FSDP}._fsdp_param_group.FSDPParamGroup",
         "post_forward_mesh_info reshard_after_backward reduce_grads all_reduce_grads fsdp_params mesh_info device "
-        "wait_for_unshard reshard post_backward gradient_divide_factor force_sum_reduction_for_comms "
+        "unshard wait_for_unshard reshard post_backward gradient_divide_factor force_sum_reduction_for_comms "
         "_all_gather_result",
         "the same",
         _SHARDED,

@@ -77,23 +77,27 @@ STORE_SECONDS = 10.0
 
 
 class CircuitBreaker:
-    """A circuit breaker for a store: once it fails to answer in time, it is not asked again."""
+    """A circuit breaker for a store: if it fails to answer in time, it is not asked again before that answer comes."""
 
     def __init__(self, seconds: float = STORE_SECONDS) -> None:
-        self._seconds, self._answers = seconds, True
+        self._seconds = seconds
+        self._late: Future[Any] | None = None
 
     def call(self, question: Callable[[], _T], otherwise: _T) -> _T:
         """The store's answer, or `otherwise` if it does not answer or is gone.
 
-        A thread asks; it is abandoned on a timeout, and so is the store's client: another request would wait behind the
-        first.
+        A thread asks; on a timeout it is abandoned, and so is the store's client, unless its answer comes later:
+        another request would wait behind the first.
         """
-        if not self._answers:
+        late = self._late
+        if late is not None and not (late.done() and late.exception() is None):
             return otherwise
         answer = call_in_thread(question, "fastpipe-ask")
-        self._answers = bool(wait([answer], self._seconds).done)
+        if not wait([answer], self._seconds).done:
+            self._late = answer
+            return otherwise
         try:
-            return answer.result(0) if self._answers else otherwise
+            return answer.result()
         except RuntimeError:
             return otherwise
 

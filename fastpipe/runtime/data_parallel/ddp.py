@@ -490,7 +490,8 @@ class Replicated(DataParallel):
     def _end_hooks(self, running: Sequence[Average], failure: str | None, deadline: float) -> str | None:
         """Wait for users' communication hooks; returns where and why the step has failed here by now, if it has."""
         if self._begun and not self._took_part:
-            cause = f"this replica of stage {self.stage} could not reduce its gradients: {failure or 'it failed'}"
+            why = failure or next(map(self.broken.get, self.lost()), "it failed")
+            cause = f"this replica of stage {self.stage} could not reduce its gradients: {why}"
             raise FailureError(Failure(None, cause, is_fatal=True))
         for average in running:
             average.end_hooks(lambda future: wait_for(future, deadline, self.why_late))

@@ -137,19 +137,25 @@ class Sharded(DataParallel):
             _set(group, _HELD_BACK)
 
     def unshard(self) -> None:
-        """Start to gather the parameters; the forward, or the backward, waits for them."""
-        if self._announced is None:
+        """Start to gather the parameters; the forward, or the backward, waits for them.
+
+        Raises:
+            RuntimeError: if a group is broken; the others have begun, as replicas wait in them.
+        """
+        if self._announced is None and self.groups[0] not in self.broken:
             marks = [*self.marks(), self._mode, self._mode**2]
             with self._aside:
                 self._announced = torch.tensor(marks, dtype=torch.int64, device=self.device)
                 work = dist.all_reduce(self._announced, group=self.groups[0], async_op=True)
                 # Gloo's work holds its connections, which a rank that leaves a mesh closes
                 self._announcing = work.get_future()
-        for module in self.modules:
-            module.unshard(async_op=True)
-        if self.device.type == "cpu":
-            for group in self._groups:
-                torch_private.keep_future_of_gather(group)
+        for group in self._groups:
+            if torch_private.fsdp_collectives(group)[0][0] not in self.broken:
+                group.unshard(async_op=True)
+                if self.device.type == "cpu":
+                    torch_private.keep_future_of_gather(group)
+        for group in self.lost():
+            raise RuntimeError(self.broken[group])
 
     def _why_not_alike(self) -> str:
         """The error if the replicas were not called alike, empty if they were; the same in all of them.
@@ -178,7 +184,7 @@ class Sharded(DataParallel):
             try:
                 if group is self.groups[0]:
                     announcing.wait()
-                else:
+                elif group not in self.broken:
                     dist.all_reduce(self._announced, group=group)
             except RuntimeError as error:  # sums without this replica; it does not reduce in that group
                 self.lose(group, error)

@@ -167,6 +167,9 @@ class DataParallel(ABC):
         if isinstance(error, FailureError):
             self.broken[group] = error.failure.cause
             return
+        if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):  # of the arguments, say
+            self.broken[group] = f"this replica of stage {self.stage} could not run a collective: {cause_text(error)}"
+            return
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         which = f"process {others[0]}" if len(others) == 1 else f"one of the processes {others}"
         self.broken[group] = (

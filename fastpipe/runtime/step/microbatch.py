@@ -151,6 +151,14 @@ def _split_leaf(
             f"{name} has {leaf.shape[dim]} rows (dimension {dim} of {tuple(leaf.shape)}) but num_microbatches = "
             f"{num_microbatches}: give at least one row per microbatch"
         )
+    # of a DTensor: splitting it would be a collective, which other ranks of the pipeline do not call
+    if any(
+        placement.is_partial() or placement.is_shard(dim % leaf.dim()) for placement in getattr(leaf, "placements", ())
+    ):
+        raise ValueError(
+            f"{name} is a DTensor with the placements {leaf.placements}, and is split along dimension {dim}: give the "
+            "local rows, by to_local(), or all of them, by full_tensor()"
+        )
     if leaf.requires_grad or type(leaf) is not torch.Tensor:
         return leaf.tensor_split(num_microbatches, dim)
     # Views share a version counter: an in-place change of one microbatch would invalidate tensors that others saved

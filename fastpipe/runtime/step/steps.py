@@ -168,7 +168,6 @@ class Steps:
         unfilled: Unfilled | None,
         rest: RestOfModel,
         *,
-        forward_only: bool,
         warn_after: float = float("inf"),
         audit: Audit | None = None,
     ) -> None:
@@ -183,7 +182,6 @@ class Steps:
         self.unfilled = unfilled
         self.rest = rest
         self.audit = audit
-        self.forward_only = forward_only
         self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
         self.announced: dict[tuple[Any, ...], int] = {}
         self._lossless: set[tuple[Any, ...]] = set()
@@ -267,8 +265,11 @@ class Steps:
             self.check_filled()
             self.ranks.check_modes()
             program = self.programs.program(request.num_microbatches, not request.training)
-            if request.output_grad is not None and program.forward_only:
-                raise ValueError(f"output_grad: {program.name} has no backward; leave it out")
+            if request.training and program.forward_only:
+                raise ValueError(
+                    f"schedule = {program.name!r}: it has no backward, so step would train nothing; call eval_step, or "
+                    "use another schedule"
+                )
             self.random.check_free(self._has_pairs(request))
             for stage in self.stages:
                 if stage.parallel is not None:
@@ -653,9 +654,9 @@ class Steps:
         # announcements of a failed step may be incomplete or outdated
         self.announced.clear()
 
-    def follow(self, programs: Programs, *, forward_only: bool) -> None:
+    def follow(self, programs: Programs) -> None:
         """Run other programs on the same stages from the next step on."""
-        self.programs, self.forward_only = programs, forward_only
+        self.programs = programs
         self.ranks.forget()
         self._reset_signatures()
 
@@ -780,7 +781,7 @@ def _have_failed(replies: Sequence[Reply]) -> bool:
 def _call_text(request: Request) -> str:
     """Text that must be the same on every rank."""
     names = ", ".join(["", *sorted(request.kwargs)])
-    call = "step" if request.training else "eval_step or a forward-only step"
+    call = "step" if request.training else "eval_step, or a step without a loss,"
     more = (", gather_outputs" if request.gathers_outputs else "") + ("" if request.reduces else ", under no_sync")
     more += "" if request.index is None else f", index={request.index}"
     return f"{call} with num_microbatches={request.num_microbatches}{names}{more}"

@@ -457,12 +457,16 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
         own = store.clone()
         own.set(f"came/{member.rank}", "")
         try:
-            return dist.ProcessGroupGloo(own, member.rank, member.size, timeout=timeout)
+            gloo = dist.ProcessGroupGloo(own, member.rank, member.size, timeout=timeout)
         except RuntimeError as error:
             if missing := [rank for rank in range(member.size) if not own.check([f"came/{rank}"])]:
                 cause = f"did not connect within {timeout.total_seconds():g} s; see what it is doing"
                 raise lost_peer(f"rank {missing[0]} {cause}, or set a longer timeout", missing[0]) from error
             raise
+        gloo.barrier().wait()  # after it all have read the keys, which the store would keep
+        for key in (f"came/{member.rank}", f"0/{member.rank}"):
+            own.delete_key(key)
+        return gloo
 
     try:
         return attended(make, member.lost, 2 * timeout)  # Gloo times out first, with a better message
