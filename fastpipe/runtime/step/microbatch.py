@@ -152,11 +152,10 @@ def _split_leaf(
             f"{num_microbatches}: give at least one row per microbatch"
         )
     # of a DTensor: splitting it would be a collective, which other ranks of the pipeline do not call
-    if any(
-        placement.is_partial() or placement.is_shard(dim % leaf.dim()) for placement in getattr(leaf, "placements", ())
-    ):
+    placements = getattr(leaf, "placements", ())
+    if any(one.is_partial() or one.is_shard(dim % leaf.dim()) for one in placements):
         raise ValueError(
-            f"{name} is a DTensor with the placements {leaf.placements}, and is split along dimension {dim}: give the "
+            f"{name} is a DTensor with the placements {placements}, and is split along dimension {dim}: give the "
             "local rows, by to_local(), or all of them, by full_tensor()"
         )
     if leaf.requires_grad or type(leaf) is not torch.Tensor:

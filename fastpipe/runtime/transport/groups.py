@@ -457,7 +457,7 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
         own = store.clone()
         own.set(f"came/{member.rank}", "")
         try:
-            gloo = dist.ProcessGroupGloo(own, member.rank, member.size, timeout=timeout)
+            gloo: Any = dist.ProcessGroupGloo(own, member.rank, member.size, timeout=timeout)
         except RuntimeError as error:
             if missing := [rank for rank in range(member.size) if not own.check([f"came/{rank}"])]:
                 cause = f"did not connect within {timeout.total_seconds():g} s; see what it is doing"
