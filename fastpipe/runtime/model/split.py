@@ -39,6 +39,7 @@ _MAX_TRIED = 4
 Further = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Arguments of a module beside the previous one's output, by position and by name; equal in every step, and a `Buffer`
 in place of one of the model's."""
+_INSTEAD = f"trace the model with torch's pipeline() (Traced models in docs/coming-from-torch.md), or {BY_HAND}"
 
 
 def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) -> Layers:
@@ -251,7 +252,7 @@ def rows_of_modules(model: nn.Module) -> list[list[str]]:
     if not found:
         raise ValueError(
             f"model is a {type(model).__name__} without an nn.ModuleList, nn.ModuleDict or nn.Sequential of blocks; "
-            f"{BY_HAND}"
+            f"{_INSTEAD}"
         )
     return found[:_MAX_TRIED]
 
@@ -277,19 +278,19 @@ def row_of_modules(
     if [call.path for call in calls[: len(blocks)]] != list(blocks):
         found = ", ".join(call.path for call in calls[: len(blocks)]) or "none"
         listed = f"{blocks[0]} to {blocks[-1]}"
-        raise ValueError(f"model: its blocks are {listed}, and its forward called {found}; {BY_HAND}")
+        raise ValueError(f"model: its blocks are {listed}, and its forward called {found}; {_INSTEAD}")
     for call in calls:
         if not isinstance(call.output, torch.Tensor):
-            raise ValueError(f"model: {call.path} returns a {type(call.output).__name__}, not a tensor; {BY_HAND}")
+            raise ValueError(f"model: {call.path} returns a {type(call.output).__name__}, not a tensor; {_INSTEAD}")
     buffers = {id(buffer): Buffer(name) for name, buffer in model.named_buffers()}
     for call, before in zip(calls, [None, *calls], strict=False):
         _check_link(before, call, buffers)
     if calls[-1].output is not output or version_of(calls[-1].output) != calls[-1].version:
-        raise ValueError(f"model: its forward does something after {calls[-1].path}; make that a module, or {BY_HAND}")
+        raise ValueError(f"model: its forward does something after {calls[-1].path}; make that a module, {_INSTEAD}")
     names = [call.path for call in calls]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"model: {twice} is called twice; {BY_HAND}")
+        raise ValueError(f"model: {twice} is called twice; {_INSTEAD}")
     return {call.path: _by_name(call, buffers) for call in calls}, output
 
 
@@ -335,14 +336,14 @@ def _check_link(before: Call | None, after: Call, buffers: Container[int]) -> No
     if others:
         raise ValueError(
             f"model: {after.path} gets {len(others)} more arguments than its input that are not buffers of the "
-            f"model; {BY_HAND}"
+            f"model; {_INSTEAD}"
         )
     if before is None:
         return
     if after.args[:1] == () or after.args[0] is not before.output or after.seen != before.version:
         raise ValueError(
             f"model: its forward does something between {before.path} and {after.path}; make that a part of one of "
-            f"them, or {BY_HAND}"
+            f"them, {_INSTEAD}"
         )
 
 
