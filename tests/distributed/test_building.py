@@ -6,10 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fastpipe import Pipeline, StepError
@@ -306,3 +309,21 @@ def test_groups_leave_no_keys_in_the_store() -> None:
     Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn, transport="process_group")
     dist.barrier()
     assert keys() <= before
+
+
+def test_ranks_that_connect_late_need_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch then connects a pair of ranks at its first message; of 6 ranks a barrier leaves out 0 and 3."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    store, size = dist.HashStore(), 6
+
+    def send(rank: int) -> Any:
+        member = groups.Membership(rank, ranks=tuple(range(size)))
+        gloo = groups._gloo(member, store, timedelta(seconds=PATIENCE))
+        tensor = torch.full((1,), float(rank))
+        if rank in (0, 3):
+            (gloo.recv([tensor], 0, 0) if rank else gloo.send([tensor], 3, 0)).wait()
+        return gloo, tensor  # until all are done: its end closes the connections
+
+    with ThreadPoolExecutor(size) as threads:
+        found = [tensor.item() for _, tensor in list(threads.map(send, range(size)))]
+    assert found == [0, 1, 2, 0, 4, 5] and not store.num_keys()

@@ -357,4 +357,7 @@ def test_a_layer_that_expects_the_tuple_itself_is_told_of_its_elements(cut: list
     with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given") as caught:
         pipe.eval_step(torch.randn(8, WIDTH))
     notes = "".join(caught.value.__notes__)
-    assert "TakesOne.forward got the 2 elements of a tuple or list as 2 arguments" in notes and "NamedTuple" in notes
+    assert (
+        "TakesOne.forward got 2 arguments, the inputs of the step or the elements of a tuple" in notes
+        and "NamedTuple" in notes
+    )

@@ -428,6 +428,28 @@ def test_a_model_that_finds_padding_by_the_ids_needs_a_mask() -> None:
     assert len(fastpipe.split(model, ids, attention_mask=torch.ones_like(ids))) == 6
 
 
+@pytest.mark.parametrize("problem", ["single_label", "multi_label", "regression"])
+def test_labels_of_rows(problem: str) -> None:
+    """Of microbatches of 3, 2 and 2 rows; those with -100 do not count, and one microbatch has no others."""
+    model = encoder("vit").eval()
+    batch = encoder_batch("ImageClassification", 7)
+    if problem == "single_label":
+        batch["labels"] = torch.tensor([-100, 1, -100, -100, -100, 2, 0])
+    else:
+        batch["labels"] = torch.eye(3)[batch["labels"]] * (-100 if problem == "regression" else 1)
+    model.config.problem_type = problem + "_classification" * (problem != "regression")
+    layers = fastpipe.split(model, batch["pixel_values"][:2])
+    pipe = fastpipe.Pipeline(layers, "1f1b", 3, layers.loss_fn, num_ranks=2, loss_reduction=layers.num_tokens)
+    result = pipe.step(**batch)
+    found = {name: p.grad.clone() for name, p in pipe.named_parameters()}
+    model.zero_grad()
+    expected = model(**batch).loss
+    expected.backward()
+    torch.testing.assert_close(result.loss, expected.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
 def test_other_inputs_are_those_of_the_example() -> None:
     model = encoder("bert")
     ids = padded_batch(4)[0]

@@ -270,8 +270,8 @@ def _note_inputs(error: TypeError, layer: nn.Module, count: int) -> None:
         return
     if count > max(1, len(positional_names(layer))):
         error.add_note(
-            f"fastpipe: {type(layer).__name__}.forward got the {count} elements of a tuple or list as {count} "
-            "arguments: let it take as many, or pass a NamedTuple or a dict, which is one argument"
+            f"fastpipe: {type(layer).__name__}.forward got {count} arguments, the inputs of the step or the elements "
+            "of a tuple or list: let it take as many, or pass a NamedTuple or a dict, which is one argument"
         )
 
 

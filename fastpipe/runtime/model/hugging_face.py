@@ -112,27 +112,37 @@ class HuggingFaceLayers(SplitLayers):
 
         It is a mean over the labels of a microbatch other than -100. With ``loss_reduction=layers.num_tokens`` the loss
         of a step is the mean over all labels of the batch, as in the unsplit model. Microbatches without labels are
-        ignored. The loss of a model that classifies rows is a mean over rows.
+        ignored. Rows that are classified have a label each.
         """
         loss, config = self._loss, self._config
 
         def loss_fn(output: Any, labels: torch.Tensor) -> torch.Tensor:
             logits = getattr(output, "logits", output)
-            if self._task is _ROW:
-                classified: torch.Tensor = loss(labels=labels, pooled_logits=logits, config=config)
-                return classified
-            count = max(self.num_tokens(labels), 1)
-            found: torch.Tensor = loss(
-                logits=logits, labels=labels, vocab_size=config.vocab_size, config=config, num_items_in_batch=count
-            )
+            found: torch.Tensor
+            count = self.num_tokens(labels)
+            if self._task is not _ROW:
+                found = loss(
+                    logits=logits,
+                    labels=labels,
+                    vocab_size=config.vocab_size,
+                    config=config,
+                    num_items_in_batch=max(count, 1),
+                )
+            elif count:
+                found = loss(labels=labels, pooled_logits=logits, config=config)
+            else:  # its mean would be NaN
+                found = logits.sum() * 0
             return found
 
         loss_fn.target_name = "labels"  # type: ignore[attr-defined]
         return loss_fn
 
     def num_tokens(self, labels: torch.Tensor) -> int:
-        """The number of labels that count: but -100, and of a causal model but the first of every row."""
-        if self._task is _ROW:
+        """The number of labels that count: but -100, and of a causal model but the first of every row.
+
+        Of a regression, and if a row has several labels, the number of rows.
+        """
+        if self._task is _ROW and labels.is_floating_point():
             return len(labels)
         return int(((labels[..., 1:] if self._task is _NEXT else labels) != IGNORED).sum())
 

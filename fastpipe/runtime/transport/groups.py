@@ -463,7 +463,9 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
                 cause = f"did not connect within {timeout.total_seconds():g} s; see what it is doing"
                 raise lost_peer(f"rank {missing[0]} {cause}, or set a longer timeout", missing[0]) from error
             raise
-        gloo.barrier().wait()  # after it all have read the keys, which the store would keep
+        # Then all have read the keys, which the store would keep. A barrier would connect only some pairs of ranks with
+        # TORCH_GLOO_LAZY_INIT=1, and the others would look for the keys later.
+        gloo.alltoall_base(torch.empty(member.size), torch.zeros(member.size), [], []).wait()
         for key in (f"came/{member.rank}", f"0/{member.rank}"):
             own.delete_key(key)
         return gloo
