@@ -19,13 +19,13 @@ import io
 import logging
 import os
 import pickle
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +58,7 @@ from fastpipe.checkpoint_folder import (
 )
 from fastpipe.errors import StepError
 from fastpipe.placement import is_whole
-from fastpipe.runtime.common import Failure, attended, cause_text, torch_private
+from fastpipe.runtime.common import Failure, FailureError, attended, cause_text, listed, torch_private, waiting
 from fastpipe.runtime.coordination import Control, Reply
 from fastpipe.runtime.pipeline import Pipeline
 from fastpipe.runtime.transport import side_group
@@ -188,6 +188,8 @@ def _parameters(
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 logger = logging.getLogger("fastpipe")
+_BEAT_SECONDS = 5.0
+"""The period in which a rank that saves in the background says that it is alive."""
 _pending: list[_Writing] = []
 """Saves in the background. The next save waits for them, as both use the same group."""
 
@@ -434,13 +436,14 @@ def save_checkpoint(
         check_all_optimize(replies)
         if not asynchronous:
             return _write(writers[0], state, group)
+        timeout = pipe._steps.ranks.timeout
         # the script uses the other one meanwhile
-        side = side_group("save_checkpoint", group, pipe._steps.ranks.timeout)
-        lost = partial(_first_dead, pipe._steps.control)
+        side = side_group("save_checkpoint", group, timeout)
+        peers = _Peers(pipe._steps.control, timeout, call)
 
         def write_aside() -> None:
-            with _errors_of_dcp(call, side):
-                attended(lambda: _write(writers[0], state, side), lost, timedelta.max)
+            with _errors_of_dcp(call, side), peers.explained():
+                attended(lambda: _write(writers[0], state, side), peers.lost, timedelta.max)
 
         started.append(_in_background(write_aside, path))
 
@@ -471,8 +474,66 @@ def _write(writer: _Writer, state: dict[str, Any], group: Any) -> None:
         raise
 
 
-def _first_dead(control: Control) -> Failure | None:
-    return next(iter(control.dead), None)
+class _Peers:
+    """The ranks that save in the background with this one. Each writes its beats, and why it failed, as its place.
+
+    The save does not depend on these: they explain an error of Gloo, which names no rank.
+    """
+
+    def __init__(self, control: Control, timeout: float, call: str) -> None:
+        self._control, self._step, self._call, self._timeout = control, control.step, call, timeout
+        self._seconds, self._next, self._count = min(timeout / 4, _BEAT_SECONDS), 0.0, 0
+
+    def lost(self) -> Failure | None:
+        """The exit of another rank, if any. Polled; also writes the next beat."""
+        if time.monotonic() >= self._next:
+            self._next, self._count = time.monotonic() + self._seconds, self._count + 1
+            self._put(str(self._count), is_active=True)
+        return next(iter(self._control.dead), None)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Context of the save. An error of another rank becomes a StepError that names it, if possible."""
+        cause = ""
+        try:
+            yield
+        except FailureError as error:
+            raise self._error(error.failure) from error
+        except Exception as error:  # raised again; those within DCP's steps are in a CheckpointException
+            if type(error) is RuntimeError or isinstance(error, dist.DistError):  # as Gloo raises
+                raise self._error(self._explain(error)) from error
+            cause = cause_text(error)  # for the others, which wait in a collective
+            raise
+        finally:
+            self._put(cause, is_active=False)
+
+    def _explain(self, error: RuntimeError) -> Failure:
+        before = self._read()
+        try:
+            for pause in waiting(2 * self._seconds, self.lost):
+                time.sleep(pause)
+        except FailureError as lost:
+            return lost.failure
+        after = self._read()
+        ended = {rank: cause for rank, (is_active, cause) in after.items() if not is_active}
+        if failed := [rank for rank in ended if ended[rank]]:
+            return Failure(failed[0], ended[failed[0]])
+        ranks = range(self._control.size) if after else ()  # empty if the store does not answer
+        if silent := [rank for rank in ranks if rank not in ended and before.get(rank) == after.get(rank)]:
+            return Failure(silent[0], f"rank {listed(silent)} does not answer; see whether its process is stopped")
+        advice = f"a process is silent, or writes for longer than timeout = {self._timeout:g} s: set a longer timeout"
+        return Failure(None, f"{cause_text(error)}; if this is a timeout, {advice}")
+
+    def _error(self, failure: Failure) -> StepError:
+        return failure.error(f"failed in {self._call}")
+
+    def _put(self, text: str, *, is_active: bool) -> None:
+        self._control.put_place(self._step, is_active, text, "save_checkpoint")
+
+    def _read(self) -> dict[int, tuple[bool, str]]:
+        """By rank, whether it is within this save, and its last beat or why it failed."""
+        places = self._control.places("save_checkpoint").items()
+        return {rank: (is_active, text) for rank, (step, is_active, text) in places if step == self._step}
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def test_killed_in_any_phase_the_one_before_it_loads(phase: str, asynchronous: b
     with ranks(2) as group:
         group.start(die_in_the_second_save, str(path), phase, asynchronous)
         (text,) = group.results([1 - victim])
-        assert asynchronous or (f"rank {victim}" in text and "its process died" in text), text
+        assert f"rank {victim}" in text and "its process died" in text, text
     expected = uninterrupted(momentum, range(3))
     saved = 2 if phase == "before the old one is removed" else 1
     for found in (path, latest_checkpoint(tmp_path)):
@@ -237,40 +237,48 @@ def test_a_spoilt_file_is_named_on_every_rank(group_of: GroupOf, tmp_path: Path)
     assert all(re.search("a/rank1_0.distcp has been altered since it was saved", text) for _, text in found)
 
 
-class Stops:
-    """What stops the process when it is pickled, within the collective part of a save."""
-
-    def __getstate__(self) -> Any:
-        os.kill(os.getpid(), signal.SIGSTOP)
+def stop(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def disturb(folder: str, how: str) -> str:
-    """Runs on every rank: rank 1 stops within a save, or raises where DCP does not catch it."""
+DISTURBED = {"stops": ("sync_folder", stop), "raises": ("save", MemoryError("no room"))}
+"""What a rank calls within a save, and what it does instead; DCP does not catch this exception."""
+
+
+def disturb(folder: str, how: str, asynchronous: bool) -> tuple[str, str, int | None]:
+    """Runs on every rank: what a save raises in which the last one is disturbed."""
+
+    def save() -> None:
+        writing = save_checkpoint(folder, pipe, asynchronous=asynchronous)
+        if writing is not None:
+            writing.result()
+
     pipe = pipeline("1f1b", None, timeout=2.0)
-    if dist.get_rank() == 0:
-        return caught(lambda: save_checkpoint(folder, pipe, extra=1))[1]
-    if how == "stops":
-        save_checkpoint(folder, pipe, extra=Stops())
-    else:
-        with mock.patch.object(checkpoint, "save", side_effect=MemoryError("no room")):
-            kind, text, _ = caught(lambda: save_checkpoint(folder, pipe, extra=1))
-        assert (kind, text) == ("MemoryError", "no room")
-    return ""
+    name, instead = DISTURBED[how]
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch.object(checkpoint, name, side_effect=instead) if is_last else nothing():
+        return caught(save)
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("size", "how", "asynchronous", "said"),
     [
-        ("stops", r"rank 1 did not reach the end of call 1 \(save_checkpoint of .*/a\) within 2 s"),
-        ("raises", r"failed on rank 1: save_checkpoint of .*/a: MemoryError: no room"),
+        (2, "stops", False, r"rank 1 did not reach the end of call 1 \(save_checkpoint of .*/a\) within 2 s"),
+        (2, "raises", False, "failed on rank 1: save_checkpoint of .*/a: MemoryError: no room"),
+        (2, "raises", True, "^rank 1 failed in save_checkpoint of .*/a, asynchronous: MemoryError: no room$"),
+        (4, "stops", True, "^rank 3 failed in save_checkpoint of .*/a, asynchronous: rank 3 does not answer; see"),
     ],
 )
-def test_a_save_that_cannot_end_names_the_rank(how: str, said: str, tmp_path: Path) -> None:
+def test_a_save_that_cannot_end_names_the_rank(
+    size: int, how: str, asynchronous: bool, said: str, tmp_path: Path
+) -> None:
     """Although torch's process group, of the test, would wait for half an hour."""
-    with ranks(2) as group:
-        group.start(disturb, str(tmp_path / "a"), how)
-        (text,) = group.results([0])
-    assert re.search(said, text), text
+    with ranks(size) as group:
+        group.start(disturb, str(tmp_path / "a"), how, asynchronous)
+        for kind, text, rank in group.results(range(size - 1)):
+            assert re.search(said, text) and (kind, rank) == ("StepError", size - 1), text
+        if how == "raises":
+            assert group.results([size - 1]) == [("MemoryError", "no room", None)]
 
 
 class Refuses:

@@ -120,15 +120,16 @@ class Control:
         """
         return None
 
-    def put_place(self, step: int, is_active: bool, text: str) -> None:
+    def put_place(self, step: int, is_active: bool, text: str, within: str = "step") -> None:
         """Write for the others what this process does, from any thread.
 
         Args:
             step: the number of the current or last step.
             is_active: whether the process is within it.
+            within: the name of what it does; the last text of each name is kept.
         """
 
-    def places(self) -> dict[int, tuple[int, bool, str]]:
+    def places(self, within: str = "step") -> dict[int, tuple[int, bool, str]]:
         """What other processes have written by `put_place`, by rank; from any thread."""
         return {}
 

@@ -99,14 +99,15 @@ class MeshControl(Control):
         found = self._whole.lost(None if awaited is None else [first + rank for rank in awaited])
         return None if found is None else self._placed(found)
 
-    def put_place(self, step: int, is_active: bool, text: str) -> None:
+    def put_place(self, step: int, is_active: bool, text: str, within: str = "step") -> None:
         """See `Control.put_place`."""
-        self._whole.put_place(step, is_active, text)
+        self._whole.put_place(step, is_active, text, within)
 
-    def places(self) -> dict[int, tuple[int, bool, str]]:
+    def places(self, within: str = "step") -> dict[int, tuple[int, bool, str]]:
         """See `Control.places`."""
         first = self._pipeline * self.size
-        return {rank - first: place for rank, place in self._whole.places().items() if 0 <= rank - first < self.size}
+        written = self._whole.places(within)
+        return {rank - first: place for rank, place in written.items() if 0 <= rank - first < self.size}
 
     def close(self) -> None:
         """See `Control.close`."""

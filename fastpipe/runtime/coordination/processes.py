@@ -189,18 +189,18 @@ class Processes(Control):
         # without the store the others detect the failure themselves, and this rank drains
         return self._breaker.call(lambda: self._watcher.publish(failure), failure)
 
-    def put_place(self, step: int, is_active: bool, text: str) -> None:
+    def put_place(self, step: int, is_active: bool, text: str, within: str = "step") -> None:
         """See `Control.put_place`."""
         content = json.dumps([step, is_active, text[:MAX_TEXT]])
-        self._place_breaker.call(lambda: self._store.set(_place_key(self.rank), content), None)
+        self._place_breaker.call(lambda: self._store.set(_place_key(within, self.rank), content), None)
 
-    def places(self) -> dict[int, tuple[int, bool, str]]:
+    def places(self, within: str = "step") -> dict[int, tuple[int, bool, str]]:
         """See `Control.places`."""
 
         def read() -> dict[int, tuple[int, bool, str]]:
             store, ranks = self._store, range(self.size)
-            written = [rank for rank in ranks if store.check([_place_key(rank)])]
-            return {rank: tuple(json.loads(store.get(_place_key(rank)))) for rank in written}
+            keys = {rank: key for rank in ranks if store.check([key := _place_key(within, rank)])}
+            return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items()}
 
         return self._place_breaker.call(read, {})
 
@@ -420,8 +420,8 @@ def read_failure(store: Any, step: int) -> Failure | None:
     return Failure(**json.loads(text)) if text else None
 
 
-def _place_key(rank: int) -> str:
-    return f"place/{rank}"
+def _place_key(within: str, rank: int) -> str:
+    return f"place/{within}/{rank}"
 
 
 def _key(step: int) -> str:
