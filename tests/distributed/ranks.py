@@ -65,7 +65,8 @@ class Ranks:
         port = self._store.port if host == "parent" else 0
         for rank in range(size):
             ours, theirs = SERVER.Pipe()
-            arguments = (rank, size, port, self._log(rank), theirs, environment or {}, backend)
+            variables = {**os.environ, **(environment or {})}  # the server has those of an earlier test
+            arguments = (rank, size, port, self._log(rank), theirs, variables, backend)
             process = SERVER.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
             process.start()
             theirs.close()
@@ -228,6 +229,7 @@ def _serve(
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
     torch.set_num_threads(1)
+    os.environ.clear()
     os.environ.update(environment)
     store = dist.TCPStore("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
     if port == 0:
