@@ -38,6 +38,7 @@ from fastpipe.runtime.model import (
     NamedTensor,
     Policy,
     Stages,
+    as_inputs,
     assignable,
     find_device,
     first_names,
@@ -53,7 +54,6 @@ from fastpipe.runtime.step import (
     Rules,
     StepResult,
     WatchdogThread,
-    as_inputs,
     clip_grad_norm,
     gather_outputs,
 )

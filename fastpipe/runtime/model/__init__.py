@@ -15,6 +15,7 @@ from fastpipe.runtime.model.chain import (
     Policy,
     accepted_names,
     as_arguments,
+    as_inputs,
     as_layers,
     carry,
     check_policy,

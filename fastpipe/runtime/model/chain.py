@@ -76,6 +76,11 @@ def as_arguments(value: Any) -> tuple[Any, ...]:
     return tuple(value) if type(value) in (tuple, list) else (value,)
 
 
+def as_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The positional arguments of a step. A tuple by itself is all of them; a list has microbatches."""
+    return args[0] if len(args) == 1 and type(args[0]) is tuple else args
+
+
 def split_carried(value: Any) -> tuple[Any, Mapping[str, Any]]:
     """A layer's output and its carried values."""
     return (value.output, value.values) if isinstance(value, Carried) else (value, {})

@@ -27,7 +27,15 @@ from fastpipe.runtime.common import (
     time_when_idle,
     torch_private,
 )
-from fastpipe.runtime.model.chain import WholeNames, accepted_names, as_arguments, as_layers, selected, split_carried
+from fastpipe.runtime.model.chain import (
+    WholeNames,
+    accepted_names,
+    as_arguments,
+    as_inputs,
+    as_layers,
+    selected,
+    split_carried,
+)
 
 _REPEATS = 5
 logger = logging.getLogger("fastpipe")
@@ -243,7 +251,7 @@ def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[flo
     if rank:
         return None
     try:
-        return layer_costs(layers, *(example if type(example) is tuple else (example,)), by=partition)
+        return layer_costs(layers, *as_inputs((example,)), by=partition)
     except Exception as error:  # raised again with the argument's name
         if on_meta(layers):
             raise

@@ -31,7 +31,7 @@ IGNORED = -100
 """Label of ignored tokens."""
 
 _OLDEST = (5, 4)
-"""In earlier versions blocks of some models return tuples, or the model's forward reads a block's type."""
+"""In earlier versions blocks of some of these models return tuples."""
 
 
 class _Layout(NamedTuple):
@@ -83,12 +83,17 @@ def is_hugging_face(model: nn.Module) -> bool:
     return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)
 
 
+def no_cache(model: Any) -> dict[str, bool]:
+    """The argument of a model's forward by which it keeps no cache of keys and values, if it has one."""
+    return {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+
+
 class HuggingFaceLayers(SplitLayers):
     """The layers of a model of transformers; returned by `fastpipe.split`.
 
     Args:
-        example: the arguments by name of a run that finds the model's parts; None for supported models.
-        run: the run.
+        example: the arguments by name of a run that finds the model's parts; empty for supported models.
+        run: the run; None for supported models.
 
     Attributes:
         num_blocks: number of blocks. Layer 0 is the embedding, the last layer what follows the blocks.
@@ -182,7 +187,7 @@ class HuggingFaceStage(WholeNames):
         self._names = layout.names
         # not children: their forwards are used, under this module's names
         self._parts = whole, run, own
-        self._no_cache = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+        self._no_cache = no_cache(model)
         torch_private.set_children(self, children_of(whole))
 
     def accepts(self) -> frozenset[str] | None:
@@ -380,7 +385,7 @@ class Blocks(nn.ModuleList):
         for number in own:
             self.add_module(str(number), blocks[number])
         self._length = length
-        self._attributes = [attributes_of(block) for block in blocks]
+        self._attributes = [_attributes_of(block) for block in blocks]
         self._entered = False
         self.hidden: torch.Tensor | None = None
 
@@ -419,7 +424,10 @@ class Blocks(nn.ModuleList):
         return found
 
 
-def attributes_of(module: nn.Module) -> dict[str, Any]:
+_OF_A_STAGE = ("training", "forward")
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
     """A module's attributes without its memory: tensors are on meta, submodules are namespaces of theirs.
 
     Without its mode: the stages have their own.
@@ -429,22 +437,23 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return (
         public
         | {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors}
-        | {n: SimpleNamespace(**attributes_of(child)) for n, child in children_of(module).items() if child is not None}
+        | {n: SimpleNamespace(**_attributes_of(child)) for n, child in children_of(module).items() if child is not None}
     )
-
-
-_OF_A_STAGE = ("training", "forward")
 
 
 class _Block:
     """A block, of this stage or another, as the model's forward sees it: it may read the block's type, for example."""
 
     def __init__(self, run: Callable[..., Any], attributes: Mapping[str, Any]) -> None:
-        vars(self).update(attributes)
-        self._run = run
+        self._run, self._attributes = run, attributes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._attributes:
+            raise AttributeError(f"a block has no attribute {name!r}", name=name, obj=self)
+        return self._attributes[name]
 
 
 class Placeholder(nn.Module):
@@ -457,7 +466,7 @@ class Placeholder(nn.Module):
 
     def __init__(self, module: nn.Module, blocks: Blocks) -> None:
         super().__init__()
-        vars(self).update(attributes_of(module))
+        vars(self).update(_attributes_of(module))
         # in a tuple, so that it is not registered as a submodule
         self._blocks = (blocks,)
 

@@ -30,7 +30,7 @@ from fastpipe.runtime.model.chain import (
     shallow,
 )
 from fastpipe.runtime.model.cuts import restored
-from fastpipe.runtime.model.hugging_face import BY_HAND, HuggingFaceLayers, is_hugging_face
+from fastpipe.runtime.model.hugging_face import BY_HAND, HuggingFaceLayers, is_hugging_face, no_cache
 
 logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
@@ -126,10 +126,9 @@ def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not example and not kwargs:
         return HuggingFaceLayers(model)
     given = {**inspect.signature(model.forward).bind_partial(*example).arguments, **kwargs}
-    no_cache = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
 
     def whole(named: dict[str, Any] = given) -> torch.Tensor:
-        logits = getattr(model(**named | no_cache), "logits", None)
+        logits = getattr(model(**named | no_cache(model)), "logits", None)
         if not isinstance(logits, torch.Tensor):
             raise ValueError(f"model: {type(model).__name__} returns no logits; {BY_HAND}")
         return logits
@@ -138,7 +137,9 @@ def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) 
     _check_complete(model, layers)
     _compare(model, whole, partial(_run_layers, layers, (), given), _run_restored(model, whole))
     padded = _padded(model, given)
-    if not _equal_in_mode(model.training, model, partial(whole, padded), partial(_run_layers, layers, (), padded)):
+    if padded is not None and not _equal_in_mode(
+        model.training, model, partial(whole, padded), partial(_run_layers, layers, (), padded)
+    ):
         raise ValueError(
             f"model: {type(model).__name__} finds padding by the token ids, which only its first stage has; give "
             "attention_mask in the example, as split(model, input_ids, attention_mask=mask), and in every step"
@@ -147,11 +148,11 @@ def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) 
     return layers
 
 
-def _padded(model: Any, example: Mapping[str, Any]) -> dict[str, Any]:
-    """The example with a token of padding, where a model has one: the user's may have none."""
+def _padded(model: Any, example: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The example with a token of padding, as the user's may have none; None for a model without such a token."""
     ids, token = example.get("input_ids"), getattr(model.config, "pad_token_id", None)
     if ids is None or token is None:
-        return dict(example)
+        return None
     ids = ids.clone()
     ids[0, ids.shape[1] // 2] = token
     return {**example, "input_ids": ids}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fastpipe.runtime.step.audit import Audit, check_audit, check_audited, computes_on, why_not_reproducible
 from fastpipe.runtime.step.clip import GradNorms, Norm, clip_grad_norm
-from fastpipe.runtime.step.inputs import BatchArguments, Request, as_inputs, by_microbatch
+from fastpipe.runtime.step.inputs import BatchArguments, Request, by_microbatch
 from fastpipe.runtime.step.microbatch import (
     Rules,
     count_rows,

@@ -138,11 +138,6 @@ class Inputs:
         return {name: [value is not None for value in values] for name, values in self.kwargs.items()}
 
 
-def as_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The positional arguments of a step. A tuple by itself is all of them, as between layers."""
-    return args[0] if len(args) == 1 and type(args[0]) is tuple else args
-
-
 def batch_digests(request: Request, inputs: Inputs, whole: bool) -> dict[str, list[Any]]:
     """The form and a checksum of the values of every argument of this rank, needed here or not.
 
