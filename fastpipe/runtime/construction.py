@@ -23,7 +23,7 @@ from fastpipe._version import __version__
 from fastpipe.hardware_queues import VARIABLE, queues_text, why_too_few
 from fastpipe.placement import Placement
 from fastpipe.runtime import native
-from fastpipe.runtime.arguments import Arguments, ModelArguments, process_group
+from fastpipe.runtime.arguments import Arguments, process_group
 from fastpipe.runtime.common import FailureError, attended, on_meta, set_grad_dtype, wants_streams
 from fastpipe.runtime.coordination import (
     Control,
@@ -77,12 +77,10 @@ from fastpipe.runtime.model import (
 from fastpipe.runtime.stage import (
     IN_ORDER,
     PER_MICROBATCH,
-    ContextFactory,
     HeldTensors,
     RandomNumbers,
     Stage,
     TreespecCache,
-    checked_contexts,
     held_tensors,
     pair_policy,
 )
@@ -140,7 +138,7 @@ def find_world(arguments: Arguments) -> World:
         StepError: if the store of the process group does not answer.
         ValueError: in a process that is not in the mesh or group.
     """
-    arguments.execution.check_member()
+    arguments.check_member()
     try:
         return _find_world(arguments)
     except FailureError as error:
@@ -160,19 +158,18 @@ def _find_world(arguments: Arguments) -> World:
                 errors.append(error)
             return instead
 
-    model, execution = arguments.model, arguments.execution
-    timeout = valid(execution.checked_timeout, 600.0)
-    device = valid(lambda: find_device(model.stages, model.device), torch.device("cpu"))
-    group = valid(execution.pipeline_group, None)
-    member = valid(lambda: membership(group_of(model.stages) if group is None else group, device, timeout), None)
+    timeout = valid(arguments.checked_timeout, 600.0)
+    device = valid(lambda: find_device(arguments.stages, arguments.device), torch.device("cpu"))
+    group = valid(arguments.pipeline_group, None)
+    member = valid(lambda: membership(group_of(arguments.stages) if group is None else group, device, timeout), None)
     if member is None:  # the error is raised when all processes know it
         member = membership(None, device, timeout)
     valid(member.check_job, None)
     here = ranks_per_host(timeout)
     control = Control()
-    meets = valid(execution.other_dimensions, {}) if group is not None else {}
+    meets = valid(arguments.other_dimensions, {}) if group is not None else {}
     if member.size > 1 or meets:  # also of one rank, whose stages meet those of other pipelines
-        pipelines = valid(execution.pipelines, {}) if meets else {}
+        pipelines = valid(arguments.pipelines, {}) if meets else {}
         member = member.named()
         control = _control(member, member.store(), timeout, here, pipelines)
     cores = valid(lambda: find_cores(member.size, device), Cores())
@@ -207,7 +204,6 @@ class BuildRequest:
     costs: list[float] | None
     unit: str
     seed: int | None
-    contexts: tuple[ContextFactory | None, ContextFactory | None]
 
     @property
     def schedule(self) -> Schedule:
@@ -235,36 +231,28 @@ def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
         if world.errors:
             raise world.errors.pop()  # it has frames that have the list
         arguments.check()
-        size, batch, wanted = world.member.size, arguments.batch, arguments.schedule
-        contexts = checked_contexts(arguments.execution.forward_context, arguments.execution.backward_context)
-        num_ranks = wanted.find_num_ranks(size)
-        if num_ranks > 1 == size and (meets := arguments.execution.other_dimensions()):
+        size = world.member.size
+        num_ranks = arguments.find_num_ranks(size)
+        if num_ranks > 1 == size and (meets := arguments.other_dimensions()):
             raise ValueError(
                 f"num_ranks = {num_ranks}: ranks that are threads would start the collectives of their stages over "
                 f"{', '.join(meets)} in any order; start one process per rank with torchrun"
             )
         world.ranks_per_host.join(num_ranks if world.is_single_process else 1)
-        lanes = arguments.execution.lanes(num_ranks, size)
-        options = options_with_stages(wanted.schedule, wanted.schedule_options, wanted.stages_per_rank)
-        queues = arguments.execution.queues(world.device, size)
-        order = (wanted.schedule, num_ranks, options, wanted.stage_to_rank)
-        programs = Programs(*order, lanes, wanted.recv_lookahead, queues)
-        num_microbatches = wanted.find_num_microbatches()
+        lanes = arguments.lanes(num_ranks, size)
+        options = options_with_stages(arguments.schedule, arguments.schedule_options, arguments.stages_per_rank)
+        queues = arguments.queues(world.device, size)
+        order = (arguments.schedule, num_ranks, options, arguments.stage_to_rank)
+        programs = Programs(*order, lanes, arguments.recv_lookahead, queues)
+        num_microbatches = arguments.find_num_microbatches()
         schedule = programs.schedule(num_microbatches)
         programs.program(num_microbatches, forward_only=False)
-        batch.check_loss_parameters(schedule)
-        model = arguments.model
-        costs = costs_here(model.stages, model.partition, model.example, world.member.rank)
-        unit = MEASURED.get(model.partition, "") if isinstance(model.partition, str) else ""
-        seed = torch.initial_seed() if batch.rng == PER_MICROBATCH else None
-        request = BuildRequest(
-            programs=programs,
-            num_microbatches=num_microbatches,
-            costs=costs,
-            unit=unit,
-            seed=seed,
-            contexts=contexts,
-        )
+        arguments.batch.check_loss_parameters(schedule)
+        partition = arguments.partition
+        costs = costs_here(arguments.stages, partition, arguments.example, world.member.rank)
+        unit = MEASURED.get(partition, "") if isinstance(partition, str) else ""
+        seed = torch.initial_seed() if arguments.batch.rng == PER_MICROBATCH else None
+        request = BuildRequest(programs, num_microbatches, costs, unit, seed)
         return request, {"arguments": request.signature(arguments, size), "seed": seed, "costs": costs}
 
     request, replies = agree(world.control, make)
@@ -305,47 +293,41 @@ class LocalStages:
 
 
 def build_stages(
-    model: ModelArguments,
-    arguments: Arguments,
-    schedule: Schedule,
-    request: BuildRequest,
-    world: World,
-    *,
-    audits: bool = False,
+    arguments: Arguments, schedule: Schedule, request: BuildRequest, world: World, *, audits: bool = False
 ) -> LocalStages:
     """Build the local stages, wrap them, and find the weights they share.
 
     Args:
-        model: instead of that in ``arguments``, with the partition as numbers of layers.
+        arguments: with the partition as numbers of layers.
         audits: whether this process may compute any stage for an audit.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    placement = schedule.placement
-    layers, tied = from_torch(model.stages, placement.num_stages, model.tied)
+    placement, partition = schedule.placement, arguments.partition
+    layers, tied = from_torch(arguments.stages, placement.num_stages, arguments.tied)
     ranks = list(range(schedule.num_ranks)) if world.is_single_process else [world.member.rank]
     local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
-    cut = cut_text(layers, placement.num_stages, model.partition, request.unit, request.costs)
-    counts = layer_counts(layers, placement.num_stages, model.partition)
-    every = build_modules(layers, placement.num_stages, range(placement.num_stages), model.partition) if audits else {}
+    cut = cut_text(layers, placement.num_stages, partition, request.unit, request.costs)
+    counts = layer_counts(layers, placement.num_stages, partition)
+    every = build_modules(layers, placement.num_stages, range(placement.num_stages), partition) if audits else {}
     copies = {index: skeleton(module) for index, module in every.items()}
-    modules = own_modules(build_modules(layers, placement.num_stages, local, model.partition))
+    modules = own_modules(build_modules(layers, placement.num_stages, local, partition))
     check_device(modules, world.device)
     rest = RestOfModel(layers, modules)
-    ties = find_ties(layers, modules, placement.num_stages, model.partition, tied)
+    ties = find_ties(layers, modules, placement.num_stages, partition, tied)
     share(ties, modules)
     on_meta_here = [index for index, module in modules.items() if on_meta([module])]
-    if model.data_parallel is not None:
-        modules = _replicated(modules, model.data_parallel, on_meta_here)
+    if arguments.data_parallel is not None:
+        modules = _replicated(modules, arguments.data_parallel, on_meta_here)
     for index, module in modules.items():
         check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes)
     by_rank = modules_by_rank(placement, ranks, modules)
 
     def stages_of(modules: Mapping[int, nn.Module]) -> dict[int, Stage]:
-        held = held_tensors(placement, model.cache_carried)
+        held = held_tensors(placement, arguments.cache_carried)
         return {
-            index: _make_stage(index, module, placement, held, model, arguments, request, world)
+            index: _make_stage(index, module, placement, held, arguments, request, world)
             for index, module in modules.items()
         }
 
@@ -384,7 +366,6 @@ def _make_stage(
     module: nn.Module,
     placement: Placement,
     held: HeldTensors | None,
-    model: ModelArguments,
     arguments: Arguments,
     request: BuildRequest,
     world: World,
@@ -395,46 +376,44 @@ def _make_stage(
         module,
         placement.num_stages,
         arguments.batch.loss_fn,
-        recompute_of(model.recompute, index, module),
-        request.contexts,
-        fused_weight_grad=model.fused_weight_grad,
-        grad_dtype=model.grad_dtype,
-        mesh=arguments.execution.mesh,
+        recompute_of(arguments.recompute, index, module),
+        (arguments.forward_context, arguments.backward_context),
+        fused_weight_grad=arguments.fused_weight_grad,
+        grad_dtype=arguments.grad_dtype,
+        mesh=arguments.mesh,
         treespecs=None if world.device.type == "cpu" else TreespecCache(index, world.device),
         why_one_tensor=(why_too_few() or "") if sends and request.programs.queues is not None else "",
-        wrapped=model.data_parallel is not None,
+        wrapped=arguments.data_parallel is not None,
         held=held,
     )
-    if model.grad_dtype is not None:
-        check_not_sharded(index, stage.parallel, model.grad_dtype)
-        set_grad_dtype(module, model.grad_dtype)
+    if arguments.grad_dtype is not None:
+        check_not_sharded(index, stage.parallel, arguments.grad_dtype)
+        set_grad_dtype(module, arguments.grad_dtype)
     return stage
 
 
 def agree_on_stages(
     arguments: Arguments, request: BuildRequest, world: World
-) -> tuple[ModelArguments, LocalStages, type[Executor]]:
+) -> tuple[Arguments, LocalStages, type[Executor]]:
     """Build the local stages and check them against those of the other ranks. All ranks succeed, or all raise.
 
     Returns:
-        The model's arguments with the resolved partition, the local stages, and the executor class.
+        The arguments with the resolved partition, the local stages, and the executor class.
     """
     schedule = request.schedule
 
-    def make() -> tuple[tuple[ModelArguments, LocalStages, type[Executor]], Reply]:
-        model = replace(
-            arguments.model, partition=cut_by(arguments.model.partition, request.costs, schedule.num_stages)
-        )
-        execution, size = arguments.execution, world.member.size
+    def make() -> tuple[tuple[Arguments, LocalStages, type[Executor]], Reply]:
+        partition = cut_by(arguments.partition, request.costs, schedule.num_stages)
+        resolved = replace(arguments, partition=partition)
         audits = _audits(arguments, schedule, world)
-        local = build_stages(model, arguments, schedule, request, world, audits=audits)
-        check_audited(execution.audit, local.stages)
-        arguments.execution.check_replicas(local.stages)
+        local = build_stages(resolved, schedule, request, world, audits=audits)
+        check_audited(arguments.audit, local.stages)
+        arguments.check_replicas(local.stages)
         _check_groups(local.stages)
-        executor = executor_class(arguments.execution.executor, world.device)
+        executor = executor_class(arguments.executor, world.device)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
-        values = request.signature(arguments, size)
-        values |= {"audit": f"{execution.audit} on {computes_on(world.device)}"} if audits else {}
+        values = request.signature(arguments, world.member.size)
+        values |= {"audit": f"{arguments.audit} on {computes_on(world.device)}"} if audits else {}
         values |= {"tied": str(apart)} if apart else {}
         values |= {"partition": local.cut.partition(";")[0]} if local.cut else {}
         message: Reply = {"arguments": values, "seed": request.seed, "names": _names_taken(local.stages)}
@@ -443,15 +422,15 @@ def agree_on_stages(
         message["prefixes"] = prefixes_message(local.modules)
         message["on_meta"] = local.on_meta
         message["own"] = {f"recompute of stage {stage.index}": stage.recompute for stage in local.stages}
-        return (model, local, executor), message
+        return (resolved, local, executor), message
 
-    (model, local, executor), replies = agree(world.control, make, part="stages")
+    (resolved, local, executor), replies = agree(world.control, make, part="stages")
     compare_replicas(local.stages, replies[0]["arguments"], world)
     check_same_kinds([reply["tied"] for reply in replies])
     request.programs.parallel = any(reply["parallel"] for reply in replies)
     _set_later([*local.stages, *local.audited.values()], [reply["names"] for reply in replies])
     ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))
-    return model, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies)), executor
+    return resolved, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies)), executor
 
 
 def _check_groups(stages: Sequence[Stage]) -> None:
@@ -504,10 +483,10 @@ def _set_later(stages: Sequence[Stage], messages: Sequence[Mapping[str, list[str
 
 def _audits(arguments: Arguments, schedule: Schedule, world: World) -> bool:
     """Whether steps are audited; logs a warning if they should be, and the device does not compute equal bits."""
-    share = arguments.execution.audit
+    share = arguments.audit
     if share is None:
         return False
-    check_audit(share, schedule.placement, world.member.size, arguments.model.stages)
+    check_audit(share, schedule.placement, world.member.size, arguments.stages)
     if reason := why_not_reproducible(world.device):
         logger.warning("audit = %s: %s; nothing is audited", share, reason)
     return not reason
@@ -515,13 +494,12 @@ def _audits(arguments: Arguments, schedule: Schedule, world: World) -> bool:
 
 def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Transport:
     """Create the transport between the ranks. Collective."""
-    execution = arguments.execution
-    if isinstance(execution.transport, Transport):
-        return execution.transport
+    if isinstance(arguments.transport, Transport):
+        return arguments.transport
     if world.is_single_process:
         return Loopback()
     return select_transport(
-        execution.chosen_transport,
+        arguments.chosen_transport,
         exchange=world.control.exchange_within,
         member=replace(world.member, lost=world.control.lost),
         device=world.device,
@@ -542,12 +520,12 @@ def make_steps(
     executor: type[Executor],
 ) -> Steps:
     """What runs the steps of stages and programs over a transport. Collective."""
-    execution, device = arguments.execution, world.device
+    device = world.device
     placement = programs.schedule(num_microbatches).placement
-    streams = wants_streams(device, execution.overlap, local.by_rank.values())
+    streams = wants_streams(device, arguments.overlap, local.by_rank.values())
     cores = len(os.sched_getaffinity(0))
-    dimensions = list(execution.other_dimensions())
-    policy = pair_policy(execution.overlap, world.ranks_per_host.count(), cores, device, streams, dimensions)
+    dimensions = list(arguments.other_dimensions())
+    policy = pair_policy(arguments.overlap, world.ranks_per_host.count(), cores, device, streams, dimensions)
     runtime = native.load() if executor.is_native else None
     threads, pairs = len(local.by_rank) > 1, policy.way != IN_ORDER
     random = RandomNumbers(device, seed=seed, threads=threads, pairs=pairs, runtime=runtime)
@@ -561,13 +539,13 @@ def make_steps(
     if not local.on_meta:
         copies.equalise()
     refusal = why_not(device, local.by_rank, transport, copies)
-    if execution.cuda_graph and refusal:
+    if arguments.cuda_graph and refusal:
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
     in_mesh = dimensions if isinstance(world.control, MeshControl) else ()
-    mesh_groups = MeshGroups({name: execution.mesh.get_group(name) for name in in_mesh}, device)
+    mesh_groups = MeshGroups({name: arguments.mesh.get_group(name) for name in in_mesh}, device)
     for stage in local.stages if in_mesh else ():
         stage.leave_mesh = mesh_groups.end
-    ranks = (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
+    ranks = (RecordedRanks if arguments.cuda_graph and not refusal else LocalRanks)(
         stages=local.by_rank,
         executor=executor,
         transport=transport,
@@ -581,8 +559,8 @@ def make_steps(
     )
     audit = None
     if local.audited:
-        assert execution.audit is not None
-        audit = Audit(execution.audit, world.member.rank, local.audited, transport.exchange, world.control, device)
+        assert arguments.audit is not None
+        audit = Audit(arguments.audit, world.member.rank, local.audited, transport.exchange, world.control, device)
     unfilled = Unfilled(local.modules, device, local.ties) if local.on_meta else None
     steps = Steps(
         arguments.batch,
@@ -595,7 +573,7 @@ def make_steps(
         random,
         unfilled,
         local.rest,
-        warn_after=execution.checked_warn_after(),
+        warn_after=arguments.checked_warn_after(),
         audit=audit,
     )
     # a barrier: no rank waits in a step for one whose construction failed

@@ -15,10 +15,7 @@ from torch import nn
 from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts, Plan
-from fastpipe.runtime.arguments import (
-    Arguments,
-    ModelArguments,
-)
+from fastpipe.runtime.arguments import Arguments
 from fastpipe.runtime.common import ForkGuard
 from fastpipe.runtime.construction import (
     LocalStages,
@@ -206,20 +203,20 @@ class Pipeline:
         world = find_world(arguments)
         with building(world.control) as undo:
             request = agree_on_request(arguments, world)
-            model, local, made_by = agree_on_stages(arguments, request, world)
+            arguments, local, made_by = agree_on_stages(arguments, request, world)
             self.transport = connect(arguments, world, made_by)
             undo.append(self.transport.abort)
             self.device, self.loss_fn, self.grad_dtype = world.device, loss_fn, grad_dtype
             self.num_ranks = request.schedule.num_ranks
-            self._arguments, self._world, self._build, self._executor = arguments, world, request, made_by
+            self._world, self._build, self._executor = world, request, made_by
             self._reduces, self._grad_norms = True, GradNorms()
-            self._start(model, local, request.programs, request.num_microbatches)
+            self._start(arguments, local, request.programs, request.num_microbatches)
         logger.info("%s", self.describe())
 
-    def _start(self, model: ModelArguments, local: LocalStages, programs: Programs, num_microbatches: int) -> None:
+    def _start(self, arguments: Arguments, local: LocalStages, programs: Programs, num_microbatches: int) -> None:
         """Use these stages and programs from the next step on."""
         steps = make_steps(
-            self._arguments,
+            arguments,
             programs=programs,
             num_microbatches=num_microbatches,
             seed=self._build.seed,
@@ -228,7 +225,8 @@ class Pipeline:
             transport=self.transport,
             executor=self._executor,
         )
-        self._model, self._local, self._steps, self.num_microbatches = model, local, steps, num_microbatches
+        self._arguments, self._local, self._steps = arguments, local, steps
+        self.num_microbatches = num_microbatches
         # what it holds lives until it is called, so it must not hold the stages
         closed = steps.watchdog.thread, self._world.control, steps.ranks.closer()
         self._finalizer = weakref.finalize(self, _close, *closed, ForkGuard())
@@ -590,22 +588,22 @@ class Pipeline:
         self._steps.all_gather("replan, programs", prepare)
         (programs,) = made
         if rebuilds:
-            model = replace(self._model, partition=counts or present or "layers")
-            self._rebuild(programs, schedule, model if recompute is None else replace(model, recompute=recompute))
+            changed = replace(self._arguments, partition=counts or present or "layers")
+            self._rebuild(programs, schedule, changed if recompute is None else replace(changed, recompute=recompute))
         else:
             self.num_microbatches = schedule.num_microbatches
             self._steps.follow(programs)
         logger.info("%s", self.describe())
 
-    def _rebuild(self, programs: Programs, schedule: Schedule, model: ModelArguments) -> None:
+    def _rebuild(self, programs: Programs, schedule: Schedule, arguments: Arguments) -> None:
         """Build other stages of the same layers; all ranks are threads of this process."""
         present = self._local
         pieces = dict(self.stage_modules) if present.layers is None else present.layers
-        model = replace(model, stages=pieces, tied=present.declared_ties)
+        arguments = replace(arguments, stages=pieces, tied=present.declared_ties)
         self._steps.check_filled()
         former, finalizer = self._steps, self._finalizer
-        local = build_stages(replace(model, data_parallel=None), self._arguments, schedule, self._build, self._world)
-        self._start(model, local, programs, schedule.num_microbatches)
+        local = build_stages(replace(arguments, data_parallel=None), schedule, self._build, self._world)
+        self._start(arguments, local, programs, schedule.num_microbatches)
         self._steps.random.step_count, self._steps.loss_scale = former.random.step_count, former.loss_scale
         # only now, as a module may refuse what the plan needs, a copy for example
         finalizer.detach()
@@ -614,8 +612,7 @@ class Pipeline:
 
     def describe(self) -> str:
         """A description of the pipeline in a few lines: schedule, placement, executor, transport and options."""
-        execution, seed = self._arguments.execution, self._build.seed
-        return describe(self._steps, self._local, execution, seed, self.num_microbatches)
+        return describe(self._steps, self._local, self._arguments, self._build.seed, self.num_microbatches)
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"

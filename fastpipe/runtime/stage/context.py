@@ -60,16 +60,13 @@ def current() -> Current | None:
     return Current(step, stage, microbatch, Op(op).name, is_last, training)
 
 
-def checked_contexts(
-    forward_context: ContextFactory | None, backward_context: ContextFactory | None
-) -> tuple[ContextFactory | None, ContextFactory | None]:
-    """Both arguments; TypeError if one is not a function."""
+def check_contexts(forward_context: ContextFactory | None, backward_context: ContextFactory | None) -> None:
+    """Raises TypeError if one is not a function."""
     for name, given in (("forward_context", forward_context), ("backward_context", backward_context)):
         if given is not None and (not callable(given) or hasattr(type(given), "__enter__")):
             raise TypeError(
                 f"{name} is a {type(given).__name__}: give a function of the action that returns a context manager"
             )
-    return forward_context, backward_context
 
 
 class ActionContext:
