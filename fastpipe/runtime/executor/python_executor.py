@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,16 +26,9 @@ _LABEL_PREFIX = "PP:"
 """As in torch's pipelines. Without a prefix torch's profiler demangles "2F0" as a C++ name to "F0"."""
 
 
-class ResolvedInstruction(NamedTuple):
-    """An instruction with its references resolved.
-
-    Attributes:
-        label: label of a compute action for torch's profiler; empty for others, which run in a failed step, too.
-    """
-
-    op: Op
-    call: Callable[[], None]
-    label: str
+Resolved = tuple[Op, Callable[[], None], str]
+"""An instruction as a call; with the label of a compute action for torch's profiler, empty for others, which run in a
+failed step, too."""
 
 
 class PythonExecutor(Executor):
@@ -44,18 +36,20 @@ class PythonExecutor(Executor):
 
     Attributes:
         slots: received tensors that are not freed, by slot.
-        made: results of compute actions that are not sent or handed over, by number of the message.
+        made: results of compute actions that are not sent or handed over.
     """
 
     def _prepare(self) -> None:
         self.endpoint = self.transport.endpoint(self.program, self.rank, self.timeout)
         self.slots: dict[int, Tensors] = {}
-        self.made: dict[int, Tensors] = {}
+        self.made: dict[Message, Tensors] = {}
         self.failed = False
         self.error: BaseException | None = None
         instructions = list(self.program[self.rank])
-        resolver = _Resolver(self, instructions)
-        self.instructions = list(map(resolver.resolve, instructions))
+        self._last_backwards = last_backwards(instructions)
+        self._split = {(it.stage, it.microbatch) for it in instructions if it.op is Op.I}
+        self._slot_of: dict[Message, int] = {}
+        self.instructions = list(map(self._resolved, instructions))
         self.waits_of_sends = _waits_of_sends(instructions)
         self._position = len(self.instructions)
 
@@ -112,17 +106,18 @@ class PythonExecutor(Executor):
         finally:
             del error  # avoids a cycle of exception and frame
 
-    def _execute(self, position: int, instruction: ResolvedInstruction) -> None:
-        if self.failed and instruction.label:
+    def _execute(self, position: int, instruction: Resolved) -> None:
+        op, call, label = instruction
+        if self.failed and label:
             return
         try:
-            _labelled(instruction.label, instruction.call)
+            _labelled(label, call)
         except BaseException as error:  # published, and raised at the end of the step
             self._fail_at(position, error)
-            if instruction.op is Op.SEND:
+            if op is Op.SEND:
                 # nothing was sent, and the receiver waits: send a placeholder
                 with contextlib.suppress(BaseException):  # the first error is already published
-                    instruction.call()
+                    call()
 
     def _fail_at(self, position: int, error: BaseException) -> None:
         self.failed = True
@@ -130,17 +125,19 @@ class PythonExecutor(Executor):
             self.error = error
             self.on_failure(position, error)
 
-    def forward(self, stage: Stage, microbatch: int, slot: int, message: int, splits: bool) -> None:
-        """F. ``slot`` is that of the input; ``NONE`` for no slot or no message."""
+    def forward(self, stage: Stage, microbatch: int, slot: int, message: Message | None, splits: bool) -> None:
+        """F. ``slot`` is that of the input, or ``NONE``; ``message`` is what it makes for another stage."""
         outputs = stage.forward(microbatch, self.slots.get(slot, ()), splits=splits)
-        if message != NONE:
+        if message is not None:
             self.made[message] = outputs
 
-    def backward(self, stage: Stage, microbatch: int, slot: int, message: int, *, split: bool = False) -> None:
+    def backward(
+        self, stage: Stage, microbatch: int, slot: int, message: Message | None, *, split: bool = False
+    ) -> None:
         """B, or I with ``split``. ``slot`` is that of the output's gradient."""
         run = stage.backward_input if split else stage.backward
         grads = run(microbatch, self.slots.get(slot, ()))
-        if message != NONE:
+        if message is not None:
             self.made[message] = grads
 
     def overlapped(self, forward: partial[None], backward: partial[None], label: str) -> None:
@@ -159,20 +156,20 @@ class PythonExecutor(Executor):
         stage: Stage,
         microbatch: int,
         slot: int,
-        message: int,
+        message: Message | None,
         splits: bool,
         pair: Stage,
         pair_microbatch: int,
         pair_slot: int,
-        pair_message: int,
+        pair_message: Message | None,
     ) -> bool:
         inputs, grads = self.slots.get(slot, ()), self.slots.get(pair_slot, ())
         found = stage.forward_backward(microbatch, inputs, pair, pair_microbatch, grads, splits=splits)
         if found is None:
             return False
-        for number, tensors in zip((message, pair_message), found, strict=True):
-            if number != NONE:
-                self.made[number] = tensors
+        for made, tensors in zip((message, pair_message), found, strict=True):
+            if made is not None:
+                self.made[made] = tensors
         return True
 
     def pair_counts(self) -> PairCounts:
@@ -187,14 +184,14 @@ class PythonExecutor(Executor):
         else:
             self.slots[slot] = tensors
 
-    def send(self, message: Message, channel: int, number: int, made: int) -> None:
+    def send(self, message: Message, channel: int, number: int) -> None:
         """SEND; in a failed step a placeholder."""
-        tensors = self.made.pop(made, None)
+        tensors = self.made.pop(message, None)
         self.endpoint.send(message, channel, number, None if self.failed else tensors)
 
-    def hand_over(self, made: int, slot: int) -> None:
+    def hand_over(self, message: Message, slot: int) -> None:
         """HAND_OVER."""
-        tensors = self.made.pop(made, None)
+        tensors = self.made.pop(message, None)
         if tensors is not None and not self.failed:
             self.slots[slot] = handed_over(tensors)
 
@@ -211,85 +208,66 @@ class PythonExecutor(Executor):
         """UNSHARD, RESHARD, REDUCE_GRAD; in a failed step, too, as the stage's replicas wait."""
         stage.run_collective(op, self.failed)
 
-
-class _Resolver:
-    """Resolves the arguments of every instruction, in program order."""
-
-    def __init__(self, executor: PythonExecutor, instructions: list[Instruction]) -> None:
-        self.executor = executor
-        self.program = executor.program
-        self.last_backwards = last_backwards(instructions)
-        self.split = {(it.stage, it.microbatch) for it in instructions if it.op is Op.I}
-        self.slots: dict[Message, int] = {}
-        self.numbers: dict[Message, int] = {}
-
-    def resolve(self, it: Instruction) -> ResolvedInstruction:
+    def _resolved(self, it: Instruction) -> Resolved:
+        """In the order of the program, as a receive tells what its message's slot is."""
         label = "" if it.action is None else f"{_LABEL_PREFIX}{it.action}"
-        call = self._last(it, self._compute(it)) if it.op < Op.POST_RECV else self._move(it)
-        return ResolvedInstruction(it.op, call, label)
+        return it.op, self._last(it, self._compute(it)) if it.op < Op.POST_RECV else self._move(it), label
 
     def _last(self, it: Instruction, call: Callable[[], None]) -> Callable[[], None]:
         """A stage may start its reduction in its last B or W."""
         stage, microbatch = backward_of(it)
-        if self.last_backwards.get(stage) != microbatch:
+        if self._last_backwards.get(stage) != microbatch:
             return call
-        op = Op.W if it.op is Op.W else Op.B
-        return partial(self.executor.last_backward, self.executor.stages[stage], op, call)
+        return partial(self.last_backward, self.stages[stage], Op.W if it.op is Op.W else Op.B, call)
 
     def _compute(self, it: Instruction) -> Callable[[], None]:
-        executor = self.executor
         if it.op is Op.W:
-            return partial(executor.stages[it.stage].backward_weight, it.microbatch)
+            return partial(self.stages[it.stage].backward_weight, it.microbatch)
         if it.op is Op.OVERLAP_F_B:
             backward = self._backward(it.pair_stage, it.pair_microbatch)
             label = f"{_LABEL_PREFIX}{Action(ActionKind.B, it.pair_stage, it.pair_microbatch)}"
-            return partial(executor.overlapped, self._forward(it.stage, it.microbatch), backward, label)
+            return partial(self.overlapped, self._forward(it.stage, it.microbatch), backward, label)
         if it.op is Op.F:
             return self._forward(it.stage, it.microbatch)
         if it.op in (Op.B, Op.I):
             return self._backward(it.stage, it.microbatch, split=it.op is Op.I)
-        return partial(executor.run_collective, executor.stages[it.stage], it.op)
+        return partial(self.run_collective, self.stages[it.stage], it.op)
 
     def _forward(self, stage: int, microbatch: int) -> partial[None]:
-        slot = self.slots.get(Message(ChannelKind.ACTIVATION, stage, microbatch), NONE)
+        slot = self._slot_of.get(Message(ChannelKind.ACTIVATION, stage, microbatch), NONE)
         made = self._made(ActionKind.F, stage, microbatch)
-        splits = (stage, microbatch) in self.split
-        return partial(self.executor.forward, self.executor.stages[stage], microbatch, slot, made, splits)
+        return partial(self.forward, self.stages[stage], microbatch, slot, made, (stage, microbatch) in self._split)
 
     def _backward(self, stage: int, microbatch: int, split: bool = False) -> partial[None]:
-        slot = self.slots.get(Message(ChannelKind.GRADIENT, stage, microbatch), NONE)
+        slot = self._slot_of.get(Message(ChannelKind.GRADIENT, stage, microbatch), NONE)
         made = self._made(ActionKind.B, stage, microbatch)
-        return partial(self.executor.backward, self.executor.stages[stage], microbatch, slot, made, split=split)
+        return partial(self.backward, self.stages[stage], microbatch, slot, made, split=split)
 
-    def _made(self, kind: ActionKind, stage: int, microbatch: int) -> int:
-        """Number of the message that an action makes for another stage; ``NONE`` without one."""
+    def _made(self, kind: ActionKind, stage: int, microbatch: int) -> Message | None:
+        """The message that an action makes for another stage, if any."""
         target = feeds(kind, stage, self.program.num_stages)
-        return NONE if target == NONE else self._number(Message(ChannelKind.of(kind), target, microbatch))
-
-    def _number(self, message: Message) -> int:
-        return self.numbers.setdefault(message, len(self.numbers))
+        return None if target == NONE else Message(ChannelKind.of(kind), target, microbatch)
 
     def _move(self, it: Instruction) -> Callable[[], None]:
-        executor, endpoint = self.executor, self.executor.endpoint
         kind = self.program.channels[it.channel].kind
         message = Message(kind, it.stage, it.microbatch)
         if it.op in (Op.POST_RECV, Op.HAND_OVER):
-            self.slots[message] = it.slot
+            self._slot_of[message] = it.slot
         if it.op is Op.SEND:
             # the instruction has the producing stage
             message = message._replace(stage=it.stage + kind.direction)
         match it.op:
             case Op.POST_RECV:
-                return partial(endpoint.post_recv, message, it.channel, it.slot)
+                return partial(self.endpoint.post_recv, message, it.channel, it.slot)
             case Op.WAIT_RECV:
-                return partial(executor.wait_recv, it.channel, it.slot)
+                return partial(self.wait_recv, it.channel, it.slot)
             case Op.SEND:
-                return partial(executor.send, message, it.channel, it.slot, self._number(message))
+                return partial(self.send, message, it.channel, it.slot)
             case Op.WAIT_SEND:
-                return partial(endpoint.wait_send, it.slot)
+                return partial(self.endpoint.wait_send, it.slot)
             case Op.HAND_OVER:
-                return partial(executor.hand_over, self._number(message), it.slot)
-        return partial(executor.free, it.slot)
+                return partial(self.hand_over, message, it.slot)
+        return partial(self.free, it.slot)
 
 
 def _labelled(label: str, call: Callable[[], None]) -> None:
