@@ -283,7 +283,7 @@ _untraced: list[Callable[..., torch.Tensor]] = []
 
 
 def _counted(*args: Any) -> Any:
-    _thread.num_calls += 1
+    _thread.num_calls = num_calls() + 1
     return _AllToAll.apply(*args)  # type: ignore[no-untyped-call]
 
 
@@ -313,16 +313,12 @@ def _exchange(
     return found
 
 
-class _Thread(threading.local):
-    num_calls = 0
-
-
-_thread = _Thread()
+_thread = threading.local()
 
 
 def num_calls() -> int:
     """How often this thread has called `all_to_all`."""
-    return _thread.num_calls
+    return getattr(_thread, "num_calls", 0)
 
 
 class OtherHalfError(Exception):

@@ -169,7 +169,7 @@ class WeightGradients:
                 not be now, as a checkpoint matches saved tensors by order.
         """
         self.backward, self.fused = backward, fused
-        before, _thread.armed = _thread.armed, self
+        before, _thread.armed = getattr(_thread, "armed", None), self
         # for torch's checkpoint I and W are one backward: W reuses what I recomputed
         group = self._group if backward else None
         try:
@@ -262,13 +262,9 @@ _WEIGHT = 1
 """Index of the weight among the inputs of a linear's node."""
 
 
-class _Thread(threading.local):
-    """What the linears of this thread defer to. No context variable: ranks that are threads have their caller's."""
-
-    armed: WeightGradients | None = None
-
-
-_thread = _Thread()
+_thread = threading.local()
+"""``armed`` is what the linears of this thread defer to. No context variable: ranks that are threads have their
+caller's."""
 
 
 def _is_leaf(node: Any) -> bool:
@@ -415,7 +411,7 @@ def _multiply(
 
 def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """aten::linear at the autograd key, by the same operators as torch's, so that bits are equal."""
-    weights = _thread.armed
+    weights: WeightGradients | None = getattr(_thread, "armed", None)
     if weights is not None and weights.fused and torch_private.graph_task() != -1:
         weights = None
     if weights is None or not torch.is_grad_enabled() or torch_private.is_traced() or not _fits(inputs, weight, bias):

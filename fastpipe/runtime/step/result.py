@@ -230,45 +230,36 @@ class LocalOutputs:
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (dict, self())
 
-
-class OutputExchange:
-    """Exchanges the values of a step between processes."""
-
-    def __init__(self, control: Control, device: torch.device, events: DeviceEvents) -> None:
-        self._control, self._device, self._events = control, device, events
-        self._local: Outputs = dict
-
-    @property
-    def _deferred(self) -> DeferredResults | None:
-        """Where outputs on a device are posted; None on a CPU, and in a single process."""
-        return None if self._device.type == "cpu" else self._control.deferred
-
-    def report(self, stages: Sequence[Stage]) -> Reply:
-        """The message with this process's outputs, or the promise to post them, as packing waits for the device."""
-        deferred, outputs = self._deferred, LocalOutputs(stages)
+    def report(self, control: Control, device: torch.device, events: DeviceEvents) -> Reply:
+        """The message with these outputs, or the promise to post them, as packing waits for the device."""
+        deferred = _deferred(control, device)
         wanted: Reply = {} if deferred is None else {"wanted": deferred.wanted()}
-        if not outputs:
+        if not self:
             return wanted
-        if deferred is None and self._control.size > 1:
-            return {"outputs": outputs()}
-        self._local = outputs
+        if deferred is None and control.size > 1:
+            return {"outputs": self()}
         if deferred is not None:
-            outputs.start_copies(self._device, self._events)
-            deferred.post(self._control.step, partial(_on_device, self._device, outputs))
+            self.start_copies(device, events)
+            deferred.post(control.step, partial(_on_device, device, self))
         return {"later": True} | wanted
 
-    def outputs(self, replies: Sequence[Reply]) -> list[Outputs]:
-        """The outputs of every process."""
-        deferred = self._deferred
+    def gathered(self, control: Control, device: torch.device, replies: Sequence[Reply]) -> list[Outputs]:
+        """The outputs of every process, from the `report` of each."""
+        deferred = _deferred(control, device)
         found: list[Outputs] = [partial(dict, reply["outputs"]) for reply in replies if "outputs" in reply]
         for rank, reply in enumerate(replies):
-            if "later" in reply and rank == self._control.rank:
-                found.append(self._local)
+            if "later" in reply and rank == control.rank:
+                found.append(self)
             elif "later" in reply and deferred is not None:
-                found.append(deferred.result(self._control.step, rank))
+                found.append(deferred.result(control.step, rank))
         if deferred is not None:
-            deferred.forget(self._control.step, [reply["wanted"] for reply in replies])
+            deferred.forget(control.step, [reply["wanted"] for reply in replies])
         return found
+
+
+def _deferred(control: Control, device: torch.device) -> DeferredResults | None:
+    """Where outputs on a device are posted; None on a CPU, and in a single process."""
+    return None if device.type == "cpu" else control.deferred
 
 
 def _on_device(device: torch.device, outputs: LocalOutputs) -> dict[str, Packed]:

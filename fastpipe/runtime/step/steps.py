@@ -63,7 +63,7 @@ from fastpipe.runtime.step.inputs import (
 from fastpipe.runtime.step.microbatch import check_merge_rules
 from fastpipe.runtime.step.programs import Programs
 from fastpipe.runtime.step.result import (
-    OutputExchange,
+    LocalOutputs,
     StepResult,
     Weights,
     pack_spans,
@@ -191,7 +191,7 @@ class Steps:
         self.broken: Failure | None = None
         self._part_of = ""
         self._has_separate_grads = False  # by `StageCopies.before_step` of this step
-        self._outputs = OutputExchange(control, device, ranks.device_events)
+        self._outputs = LocalOutputs(())  # of this step
         # the watcher's thread holds this, and must not hold the stages
         self._lost = partial(_lost, ranks.mesh_groups, ranks.device_events, ranks.transport)
         control.on_loss(self._lost)
@@ -562,7 +562,8 @@ class Steps:
             reply["first"] = asdict(outcome.first or outcome.failure)
             reply["no_loss"] = isinstance(outcome.error, NoLoss)
         else:
-            reply |= self._outputs.report(self.stages)
+            self._outputs = LocalOutputs(self.stages)
+            reply |= self._outputs.report(self.control, self.device, self.ranks.device_events)
         if trace:
             reply["spans"] = pack_spans(outcome.spans)
         return reply
@@ -580,7 +581,7 @@ class Steps:
             warn_of_whole_weights(self.stages)
 
     def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply], weights: Weights) -> StepResult:
-        outputs = self._outputs.outputs(replies)
+        outputs = self._outputs.gathered(self.control, self.device, replies)
         spans = dict(outcome.spans)
         for reply in replies:
             spans.update(unpack_spans(reply.get("spans", {})))
