@@ -49,6 +49,7 @@ from fastpipe.runtime.model import (
     Stages,
     Tie,
     Unfilled,
+    as_layers,
     between_ranks,
     build_modules,
     check_device,
@@ -61,7 +62,7 @@ from fastpipe.runtime.model import (
     from_torch,
     group_of,
     kinds_of_ties,
-    layer_counts,
+    layer_ranges,
     make_copies,
     make_tied,
     modules_by_rank,
@@ -304,18 +305,20 @@ def build_stages(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    placement, partition = schedule.placement, arguments.partition
-    layers, tied = from_torch(arguments.stages, placement.num_stages, arguments.tied)
+    placement = schedule.placement
+    given, tied = from_torch(arguments.stages, placement.num_stages, arguments.tied)
+    layers = as_layers(given)
+    stages = given if layers is None else layers
+    cuts = [] if layers is None else layer_ranges(layers, placement.num_stages, arguments.partition)
     ranks = list(range(schedule.num_ranks)) if world.is_single_process else [world.member.rank]
     local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
-    cut = cut_text(layers, placement.num_stages, partition, request.unit, request.costs)
-    counts = layer_counts(layers, placement.num_stages, partition)
-    every = build_modules(layers, placement.num_stages, range(placement.num_stages), partition) if audits else {}
+    cut = "" if layers is None else cut_text(layers, cuts, request.unit, request.costs)
+    every = build_modules(stages, placement.num_stages, range(placement.num_stages), cuts) if audits else {}
     copies = {index: skeleton(module) for index, module in every.items()}
-    modules = own_modules(build_modules(layers, placement.num_stages, local, partition))
+    modules = own_modules(build_modules(stages, placement.num_stages, local, cuts))
     check_device(modules, world.device)
     rest = RestOfModel(layers, modules)
-    ties = find_ties(layers, modules, placement.num_stages, partition, tied)
+    ties = find_ties(layers, modules, placement.num_stages, cuts, tied)
     share(ties, modules)
     on_meta_here = [index for index, module in modules.items() if on_meta([module])]
     if arguments.data_parallel is not None:
@@ -331,14 +334,13 @@ def build_stages(
             for index, module in modules.items()
         }
 
-    movable = layers if world.is_single_process and counts is not None else None
     made = LocalStages(
         modules=modules,
         by_rank={rank: stages_of(modules_here) for rank, modules_here in by_rank.items()},
         ties=ties,
         cut=cut,
-        layer_counts=counts,
-        layers=movable,
+        layer_counts=None if layers is None else [len(part) for part in cuts],
+        layers=given if world.is_single_process and layers is not None else None,
         declared_ties=tied,
         on_meta=bool(on_meta_here),
         audited=stages_of(copies),

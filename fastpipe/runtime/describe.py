@@ -111,7 +111,7 @@ def recompute_texts(stages: Sequence[Stage]) -> list[str]:
 
 def split_text(stages: Sequence[Stage]) -> str:
     """Which gradients are computed in W and which in I, and the peak of the memory held for W."""
-    if not any(stage.has_split for stage in stages):
+    if all(stage.deferred is None for stage in stages):
         return "split: W computes the weight gradients of linears; the first step shows which"
     parameters = [(stage, *pair) for stage in stages for pair in unwrapped(stage.module).named_parameters()]
     named = [(f"{stage.index}.{name}", stage.waits(p)) for stage, name, p in parameters if p.requires_grad]

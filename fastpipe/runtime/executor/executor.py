@@ -231,7 +231,6 @@ class NativeExecutor(Executor):
     def _note_deferred(self) -> None:
         for index, leaves, held in self._native.deferred():
             self.stages[index].deferred = frozenset(leaves)
-            self.stages[index].has_split = True
             self.stages[index].peak_held_bytes = held
 
     def position(self) -> int:

@@ -48,7 +48,6 @@ from fastpipe.runtime.model.cuts import (
     cut_by,
     cut_text,
     layer_costs,
-    layer_counts,
     layer_ranges,
     restored,
 )

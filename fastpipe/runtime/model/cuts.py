@@ -294,23 +294,12 @@ def layer_ranges(layers: Sequence[nn.Module], num_stages: int, partition: Any) -
     return _explicit(list(partition), len(layers), num_stages)
 
 
-def layer_counts(stages: Any, num_stages: int, partition: Any) -> list[int] | None:
-    """The number of layers per stage; None if the stages were not made from layers."""
-    layers = as_layers(stages)
-    return None if layers is None else [len(part) for part in layer_ranges(layers, num_stages, partition)]
-
-
-def cut_text(stages: Any, num_stages: int, partition: Any, unit: str, costs: Sequence[float] | None) -> str:
-    """The cut of a list of layers, and the ratio of the largest stage to the mean; empty for other forms.
+def cut_text(layers: Sequence[nn.Module], ranges: Sequence[range], unit: str, costs: Sequence[float] | None) -> str:
+    """The cut of a list of layers, and the ratio of the largest stage to the mean.
 
     Args:
-        partition: as given to Pipeline.
         costs: of the layers, used for the cut; default: their parameters.
     """
-    layers = as_layers(stages)
-    if layers is None:
-        return ""
-    ranges = layer_ranges(layers, num_stages, partition)
     listed = " | ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in ranges)
     if costs is None:
         return f"layers {listed}; {_imbalance(layer_costs(layers, by='parameters'), ranges, 'parameters')}"

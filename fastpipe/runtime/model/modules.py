@@ -37,27 +37,26 @@ from fastpipe.runtime.common import (
     walked,
 )
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.model.chain import WholeNames, as_layers, check_whole_unhooked
-from fastpipe.runtime.model.cuts import layer_ranges
+from fastpipe.runtime.model.chain import Layers, WholeNames, check_whole_unhooked
 from fastpipe.runtime.model.tied import SHARDED, Tie, kind_of_tie, make_ties, parameter_of, split_name, tied_names
 
 Stages = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | Callable[[int], nn.Module] | Mapping[int, nn.Module]
 
 
-def build_modules(stages: Stages, num_stages: int, local: Sequence[int], partition: Any) -> dict[int, nn.Module]:
+def build_modules(
+    stages: Stages, num_stages: int, local: Sequence[int], ranges: Sequence[range]
+) -> dict[int, nn.Module]:
     """The module of every local stage.
 
     Args:
-        stages: the model's layers, a function of the stage's index, or a dict of the local stages.
-        partition: ``"layers"``, or the number of layers per stage.
+        stages: the model's `Layers`, a function of the stage's index, or a dict of the local stages.
+        ranges: the layers of every stage.
     """
     if isinstance(stages, Mapping):
         return _with_shapes(_from_mapping(stages, num_stages, local))
-    layers = as_layers(stages)
-    if layers is not None:
-        check_whole_unhooked(layers.whole)
-        ranges = layer_ranges(layers, num_stages, partition)
-        return {stage: layers.chain(ranges[stage]) for stage in local}
+    if isinstance(stages, Layers):
+        check_whole_unhooked(stages.whole)
+        return {stage: stages.chain(ranges[stage]) for stage in local}
     if isinstance(stages, nn.Module | type) or not callable(stages):
         raise TypeError(
             f"stages is a {type(stages).__name__}: give the list of the model's layers (or an nn.Sequential), a "
@@ -99,8 +98,7 @@ class RestOfModel:
         modules: the stages of this process.
     """
 
-    def __init__(self, stages: Stages, modules: Mapping[int, nn.Module]) -> None:
-        layers = as_layers(stages)
+    def __init__(self, layers: Layers | None, modules: Mapping[int, nn.Module]) -> None:
         own = {id(parameter) for module in modules.values() for parameter in module.parameters()}
         named = () if layers is None else layers.chain(range(len(layers))).named_parameters()
         # the caller may let go of them
@@ -149,10 +147,10 @@ class RestOfModel:
 
 
 def find_ties(
-    stages: Stages,
+    layers: Layers | None,
     modules: Mapping[int, nn.Module],
     num_stages: int,
-    partition: Any,
+    ranges: Sequence[range],
     declared: Sequence[Sequence[str]] | None,
 ) -> list[Tie]:
     """The weights with several names: declared ones, and Parameters shared within this process.
@@ -160,9 +158,7 @@ def find_ties(
     Raises:
         ValueError: for an unknown name.
     """
-    layers = as_layers(stages)
     if layers is not None:
-        ranges = layer_ranges(layers, num_stages, partition)
         parts = [dict(layers.chain(part).named_parameters(remove_duplicate=False)) for part in ranges]
         names = tied_names(layers.chain(range(len(layers))), [*(declared or ()), *layers.tied])
         return make_ties(names, lambda name: _in_parts(name, parts))

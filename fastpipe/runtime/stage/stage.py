@@ -86,8 +86,7 @@ class Stage:
         needs: the positional arguments that its first layer requires.
         later: those that later stages take; None for any.
         running: microbatch whose forward has begun and not ended; None if there is none.
-        deferred: ``_cdata`` of the parameters whose gradients are computed in W; empty before the first I.
-        has_split: whether an I has run, so that `deferred` is valid.
+        deferred: ``_cdata`` of the parameters whose gradients are computed in W; None before the first I.
         exchanges: whether a forward of an earlier step has called `fastpipe.all_to_all`.
         random: guards random numbers in this step; None if not needed.
         losses: its added losses and, on the last stage, the loss.
@@ -143,8 +142,7 @@ class Stage:
         self.fuses = method_of(self.modules) is not None and self.parallel is None and recompute == NONE
         wrapper = None if self.parallel is None else self.parallel.description
         self._module_call = with_recompute(module, unwrapped(module), recompute, index, wrapper)
-        self.deferred: frozenset[int] = frozenset()
-        self.has_split = False
+        self.deferred: frozenset[int] | None = None
         self.peak_held_bytes = 0
         self._grad_flags: tuple[bool, ...] | None = None
         self._records: dict[int, Record] = {}
@@ -420,7 +418,6 @@ class Stage:
         with self.context.as_current(Op.I, microbatch), self.context.around_backward(), weights.armed(backward=True):
             found = self._differentiate(microbatch, grads)
         self.deferred = self.deferred or frozenset(weights.leaves())
-        self.has_split = True
         self._waiting[microbatch] = weights, weights.held_bytes()
         self.peak_held_bytes = max(self.peak_held_bytes, sum(held for _, held in self._waiting.values()))
         return found
@@ -457,13 +454,13 @@ class Stage:
             self.parallel.reduce_grad(failed)
         elif op == Op.B:
             self.parallel.last_backward(lambda _: True)
-        elif self.has_split:  # before the first I it is unknown which gradients W computes
+        elif self.deferred is not None:  # before the first I it is unknown which gradients W computes
             self.parallel.last_backward(self.waits)
 
     def waits(self, parameter: nn.Parameter) -> bool:
         """Whether W computes the gradient of a parameter."""
         leaf = parameter if self.parallel is None else self.parallel.leaf(parameter)
-        return torch_private.address_of(leaf) in self.deferred
+        return torch_private.address_of(leaf) in (self.deferred or ())
 
     def shaped(self, signature: int, announce: bool) -> None:
         """Set the signature of the step's shapes; ``announce`` if they are new.
@@ -490,7 +487,7 @@ class Stage:
 
 def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
     """Warn if most weight gradients of linears are computed in I, as under torch.compile: W then gains little."""
-    modules = (module for stage in stages if stage.has_split for module in stage.module.modules())
+    modules = (module for stage in stages if stage.deferred is not None for module in stage.module.modules())
     linears = (module for module in modules if isinstance(module, nn.Linear))
     weights = {tuple(map(id, found)): found for found in map(_trained_weights, linears) if found}
     waiting = sum(any(stage.waits(p) for stage in stages for p in found) for found in weights.values())

@@ -576,7 +576,7 @@ class Steps:
         if len(self.announced) == _MAX_SIGNATURES:
             del self.announced[next(iter(self.announced))]
         self.announced[signature] = number
-        if not self._has_noted_split and any(stage.has_split for stage in self.stages):
+        if not self._has_noted_split and any(stage.deferred is not None for stage in self.stages):
             self._has_noted_split = True
             warn_of_whole_weights(self.stages)
 
@@ -665,7 +665,7 @@ class Steps:
         """Reset the cached signatures and the set of gradients that wait for W."""
         self.announced.clear()
         for stage in self.stages:
-            stage.has_split, stage.deferred = False, frozenset()
+            stage.deferred = None
 
     def all_gather(
         self, call: str, make: Callable[[], Reply], then: Callable[[Replies], None] | None = None
