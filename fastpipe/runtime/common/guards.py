@@ -30,24 +30,12 @@ class ForkGuard:
     """Records the process that created it."""
 
     def __init__(self) -> None:
-        self._process = os.getpid()
+        self.process = os.getpid()
 
     @property
     def here(self) -> bool:
         """Whether this is that process."""
-        return os.getpid() == self._process
-
-    def check(self) -> None:
-        """Refuse to run a step in a forked child.
-
-        Raises:
-            RuntimeError: in a forked child.
-        """
-        if not self.here:
-            raise RuntimeError(
-                f"this pipeline was built in process {self._process}, and process {os.getpid()} is a forked child of "
-                "it, without the pipeline's threads and connections; run steps in the process that built it"
-            )
+        return os.getpid() == self.process
 
 
 def keep_in_children(thing: Any) -> None:
@@ -77,7 +65,11 @@ class ReentrancyGuard:
         Raises:
             RuntimeError: during another call, or in a forked child.
         """
-        self._fork_guard.check()
+        if not self._fork_guard.here:
+            raise RuntimeError(
+                f"this pipeline was built in process {self._fork_guard.process}, and process {os.getpid()} is a forked "
+                "child of it, without the pipeline's threads and connections; run steps in the process that built it"
+            )
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 "this pipeline is in the middle of another call: in another thread, or this one was made by a layer, "

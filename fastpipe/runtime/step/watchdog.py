@@ -18,7 +18,7 @@ from types import FrameType
 
 from fastpipe.action import NONE, Action
 from fastpipe.program import ChannelKind, Instruction, Op, Program
-from fastpipe.runtime.common import ForkGuard, logged, torch_private
+from fastpipe.runtime.common import logged, torch_private
 from fastpipe.runtime.coordination import Control
 from fastpipe.runtime.executor import LocalRanks
 
@@ -245,7 +245,6 @@ class WatchdogThread:
     def __init__(self) -> None:
         self.stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._guard = ForkGuard()
 
     def start(self, watchdog: Watchdog, warn_after: float) -> None:
         """Start it, unless it runs."""
@@ -256,9 +255,9 @@ class WatchdogThread:
             self._thread.start()
 
     def close(self) -> None:
-        """End it."""
+        """End it; in the process that started it."""
         self.stop.set()
-        if self._thread is not None and self._guard.here and self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2)
 
 
