@@ -145,8 +145,6 @@ def check_grad_dtype(dtype: Any) -> None:
         return
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"grad_dtype = {dtype!r}: give a floating-point dtype, torch.float32 say, or None")
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        raise ValueError(f"grad_dtype = {dtype}: parameters of torch {torch.__version__} cannot have it; leave it out")
 
 
 def set_grad_dtype(module: nn.Module, dtype: torch.dtype) -> None:

@@ -1,9 +1,9 @@
 """All uses of private names of torch and Linux.
 
 A name is private if it begins with an underscore, or is an undocumented attribute. `PRIVATE` lists them with their use,
-what does not work without them, and the torch releases in which they were seen; `missing` checks each, and `fastpipe
-doctor` reports the result. Nearly all are looked up on use, so that fastpipe imports under a torch without one, and
-only the features that need it fail. (C++ has ``csrc/torch/torch_private.h``.)
+and what does not work without them; all were seen in torch 2.11 and 2.13. `missing` checks each, and `fastpipe doctor`
+reports the result. Nearly all are looked up on use, so that fastpipe imports under a torch without one, and only the
+features that need it fail. (C++ has ``csrc/torch/torch_private.h``.)
 
 Names with a public alternative are not used. There is none to tell which backward runs in a thread or what a checkpoint
 recomputes, to reduce a bucket of DDP or a gradient of FSDP at a given time, or to create a registered process group by
@@ -634,14 +634,12 @@ class Private(NamedTuple):
         names: the names; ``a|b`` for either, ``f.<locals>.g`` for a nested function.
         use: what they are for.
         without: what does not work without them.
-        seen: the torch releases in which they were seen.
     """
 
     owner: str | Callable[[], Any]
     names: str
     use: str
     without: str
-    seen: str = "2.11, 2.13"
 
 
 def _reentrant_node() -> Any:

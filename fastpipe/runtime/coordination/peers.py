@@ -35,7 +35,7 @@ from fastpipe.runtime.coordination.host import Identity, identify, same_host
 LEFT = "its process ended or closed the pipeline"
 SILENT = "its host does not answer"
 BEAT_SECONDS = 0.25
-GONE = getattr(select, "POLLRDHUP", select.POLLIN)
+GONE = select.POLLRDHUP
 """The event to poll for: received bytes need not wake the watcher."""
 
 _BEAT = b"."
@@ -226,8 +226,7 @@ class Lifeline:
     def _add(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._silence))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._silence))
         self._connections[rank] = connection
 
     def keep(self, ranks: Sequence[int]) -> None:
