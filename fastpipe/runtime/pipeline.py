@@ -542,12 +542,10 @@ class Pipeline:
 
         inputs = (*args, target, *kwargs.values())
         count = int(kwargs.get("num_microbatches") or self.num_microbatches)
-        modules, parameters = self.stage_modules.values(), list(self.parameters())
         return profile(
             self._steps,
             call,
-            modules,
-            parameters,
+            self.stage_modules.values(),
             inputs=inputs,
             num_steps=num_steps,
             by_layer=by_layer,

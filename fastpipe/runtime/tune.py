@@ -259,7 +259,6 @@ def profile(
     steps: Steps,
     call: Callable[[bool, bool], StepResult],
     modules: Collection[nn.Module],
-    parameters: Sequence[nn.Parameter],
     *,
     inputs: Sequence[Any],
     num_steps: Any,
@@ -270,14 +269,13 @@ def profile(
 
     Args:
         call: runs a step, or an `eval_step` if its first argument is false; the second says whether to trace it.
-        modules: whose buffers are restored.
-        parameters: whose gradients are restored.
+        modules: whose buffers, gradients and generators are restored.
         by_layer: meter layers instead of stages.
     """
     name = f"profile{'_layers' if by_layer else ''}, num_steps={num_steps!r}"
     steps.all_gather(name, lambda: _check(steps, inputs, num_steps, by_layer))
-    trains = steps.programs.has_backward(num_microbatches)
-    with steps.part_of(name), _restored(modules, parameters, steps):
+    trains = not steps.programs.schedule(num_microbatches).forward_only
+    with steps.part_of(name), _restored(modules, steps):
         call(trains, False)
         timelines = [call(trains, True).timeline for _ in range(num_steps)]
         with metered(steps.stages, by_layer=by_layer, trains=trains) as units:
@@ -301,12 +299,11 @@ def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) 
 
 
 @contextlib.contextmanager
-def _restored(modules: Collection[nn.Module], parameters: Sequence[nn.Parameter], steps: Steps) -> Iterator[None]:
+def _restored(modules: Collection[nn.Module], steps: Steps) -> Iterator[None]:
     """Context that restores gradients, buffers, random generators and the step count."""
-    devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
     step_count = steps.random.step_count
     try:
-        with torch.random.fork_rng(devices=devices), restored(*modules):
+        with torch.random.fork_rng(devices=cuda_devices(modules)), restored(*modules):
             yield
     finally:
         steps.random.step_count = step_count

@@ -92,10 +92,6 @@ class Programs:
             )
         return made if self._stage_to_rank is None else relabelled(made, self._stage_to_rank)
 
-    def has_backward(self, num_microbatches: int) -> bool:
-        """Whether the schedule has actions other than forwards."""
-        return not self.schedule(num_microbatches).forward_only
-
     def has_pairs(self, num_microbatches: int) -> bool:
         """Whether the schedule fuses forwards and backwards; some do so only with more microbatches."""
         if num_microbatches not in self._have_pairs:
