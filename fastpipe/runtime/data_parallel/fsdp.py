@@ -113,10 +113,6 @@ class Sharded(DataParallel):
             )
         return []
 
-    def _roots(self) -> list[Any]:
-        """The outermost modules, which run the work at the end of a backward."""
-        return torch_private.fsdp_roots(self._states)
-
     def prepare(self) -> None:
         """Find the outermost modules, as the first forward does, and use of collectives only what Gloo has."""
         torch_private.find_fsdp_roots(self._states)
@@ -129,7 +125,10 @@ class Sharded(DataParallel):
         super().begin(reduces, num_microbatches)
         self._mode = 2 if reduces else int(torch.is_grad_enabled())
         self._announced = self._why = None
-        self._last = [(context, context.is_last_backward) for context in map(torch_private.fsdp_context, self._roots())]
+        self._last = [
+            (context, context.is_last_backward)
+            for context in map(torch_private.fsdp_context, torch_private.fsdp_roots(self._states))
+        ]
         self._flags = [(group, {name: getattr(group, name) for name in _HELD_BACK}) for group in self._groups]
         for context, _ in self._last:
             context.is_last_backward = False
@@ -274,7 +273,7 @@ class Sharded(DataParallel):
     def _end_backward(self) -> None:
         for context, _ in self._last:
             context.is_last_backward = True
-        for root in self._roots():
+        for root in torch_private.fsdp_roots(self._states):
             torch_private.end_fsdp_backward(root)
         for group, flags in self._flags:
             group.wait_for_unshard()

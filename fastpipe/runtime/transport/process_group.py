@@ -44,7 +44,7 @@ from fastpipe.runtime.common import (
     torch_private,
 )
 from fastpipe.runtime.transport.groups import Membership, OwnGroups, backend_of, end_groups
-from fastpipe.runtime.transport.transport import Endpoint, Message, Transport, why_not_python
+from fastpipe.runtime.transport.transport import Endpoint, Message, Transport
 
 HEADER = 512
 """Number of int64 values in a header."""
@@ -340,6 +340,8 @@ class ProcessGroups(Transport):
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """See `Transport.endpoint`."""
+        if not self.has_endpoint:
+            return super().endpoint(program, rank, timeout)
         self._connect_all(program)
         return ProcessGroupEndpoint(self, program.channels, rank, timeout)
 
@@ -436,10 +438,6 @@ class CoalescedGroups(ProcessGroups):
             )
         super().__init__(member, timeout)
         self.pairs: dict[int, OwnGroups] = {}
-
-    def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
-        """See `Transport.endpoint`."""
-        raise ValueError(why_not_python(self.kind))
 
     def _together(self, program: Program, rank: int) -> dict[str, Any]:
         pairs = {peer: own.groups[0] for peer, own in self.pairs.items()}
