@@ -280,7 +280,8 @@ def profile(
         timelines = [call(trains, True).timeline for _ in range(num_steps)]
         with metered(steps.stages, by_layer=by_layer, trains=trains) as units:
             call(False, False)
-    replies = steps.all_gather("profile", lambda: _message(units))
+    message = {"units": [[stage, [[part, *unit] for part, unit in parts.items()]] for stage, parts in units.items()]}
+    replies = steps.all_gather("profile", lambda: message)
     return Profile(timelines, _units_of(replies), num_microbatches)
 
 
@@ -307,10 +308,6 @@ def _restored(modules: Collection[nn.Module], steps: Steps) -> Iterator[None]:
             yield
     finally:
         steps.random.step_count = step_count
-
-
-def _message(units: Units) -> Reply:
-    return {"units": [[stage, [[part, *unit] for part, unit in parts.items()]] for stage, parts in units.items()]}
 
 
 def _units_of(replies: Sequence[Reply]) -> Units:

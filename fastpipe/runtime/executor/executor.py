@@ -189,8 +189,9 @@ class NativeExecutor(Executor):
         )
         if spans is None:
             return None
-        if self._splits:
-            self._note_deferred()
+        for index, leaves, held in self._native.deferred() if self._splits else ():
+            self.stages[index].deferred = frozenset(leaves)
+            self.stages[index].peak_held_bytes = held
         start, end = spans
         return start, end
 
@@ -227,11 +228,6 @@ class NativeExecutor(Executor):
     def pair_counts(self) -> PairCounts:
         """See `Executor.pair_counts`."""
         return PairCounts(*self._native.pair_counts())
-
-    def _note_deferred(self) -> None:
-        for index, leaves, held in self._native.deferred():
-            self.stages[index].deferred = frozenset(leaves)
-            self.stages[index].peak_held_bytes = held
 
     def position(self) -> int:
         """See `Executor.position`."""

@@ -330,11 +330,6 @@ def clip_grad_norm(
     norms, total = gathering.norms, gathering.total(values, order, device)
     # a scaler tries large scales and skips steps that overflow
     report_nonfinite(total, norms, values, local, is_error=is_error, expected=steps.loss_scale is not None)
-    _clip_by(named, limit, total)
-    return total
-
-
-def _clip_by(named: Sequence[NamedTensor[nn.Parameter]], limit: float, total: torch.Tensor) -> None:
-    """Scale gradients like torch."""
     for parameters in by_mesh(p.tensor for p in named):
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
+    return total

@@ -110,7 +110,9 @@ def update_replicas(control: Control, ranks: LocalRanks, stages: Sequence[Stage]
         if failure is None:
             try:
                 for stage in stages:
-                    _update_wrapper(stage)
+                    renewed = stage.parallel is not None and stage.parallel.reduce_new()
+                    if renewed and stage.grad_dtype is not None:
+                        set_grad_dtype(stage.module, stage.grad_dtype)
             except Exception as found:  # raised below, after the exchange
                 failure, error = Failure(control.rank, cause_text(found)), found
         _, refused = exchange_or_refuse(partial(control.exchange, "replicas"), {}, failure)
@@ -122,12 +124,6 @@ def update_replicas(control: Control, ranks: LocalRanks, stages: Sequence[Stage]
         del error  # breaks the cycle of exception and frame
     if refused is not None:
         raise FailureError(refused) if refused.is_fatal else refused.error("refused the step")
-
-
-def _update_wrapper(stage: Stage) -> None:
-    renewed = stage.parallel is not None and stage.parallel.reduce_new()
-    if renewed and stage.grad_dtype is not None:
-        set_grad_dtype(stage.module, stage.grad_dtype)
 
 
 _COMPARED_WHOLE, _COMPARED_EVERY = 2, 256
