@@ -6,9 +6,8 @@ Uses: `model`, `data_parallel`, `common`.
 
 from __future__ import annotations
 
-from fastpipe.runtime.stage.boundary import TreespecCache, from_tensors, to_tensors
+from fastpipe.runtime.stage.boundary import HeldTensors, TreespecCache, from_tensors, held_tensors, to_tensors
 from fastpipe.runtime.stage.context import ContextFactory, Current, check_contexts, current, last_microbatches
-from fastpipe.runtime.stage.held import HeldTensors, held_tensors
 from fastpipe.runtime.stage.losses import (
     AddedLosses,
     NoLoss,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fastpipe.runtime.common import Tensors, is_dtensor, pytree, tensor_leaves, tensors_in, torch_private
-from fastpipe.runtime.stage.held import deliver
+from fastpipe.runtime.stage.boundary import deliver
 
 
 def outputs_and_grads(output: Any, given: Any) -> tuple[Tensors, Tensors]:

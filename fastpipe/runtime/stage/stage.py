@@ -32,14 +32,16 @@ from fastpipe.runtime.model import (
     with_recompute,
 )
 from fastpipe.runtime.stage.boundary import (
+    HeldTensors,
+    ReceivedTensors,
     TreespecCache,
+    enter,
     from_tensors,
     to_tensors,
     treespec_tensor,
     treespec_text,
 )
 from fastpipe.runtime.stage.context import ActionContext, ContextFactory
-from fastpipe.runtime.stage.held import HeldTensors, ReceivedTensors, enter
 from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses, StageWork
 from fastpipe.runtime.stage.pairs import METHOD, Criterion, OtherHalfError, fuse, method_of, num_calls, one_or_all
 from fastpipe.runtime.stage.random_numbers import RandomNumbers
