@@ -13,7 +13,7 @@ from fastpipe.program import Program
 from fastpipe.runtime.executor.executor import NativeExecutor
 from fastpipe.runtime.stage.losses import StageWork
 from fastpipe.runtime.stage.stage import Stage
-from fastpipe.runtime.transport.loopback import Loopback
+from fastpipe.runtime.transport.transport import Loopback
 from tests.patience import PATIENCE
 
 Modules = Sequence[Callable[..., Any]]

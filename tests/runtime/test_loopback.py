@@ -10,8 +10,7 @@ from fastpipe import Pipeline, lower, make_schedule
 from fastpipe.errors import ProgramError
 from fastpipe.program import ChannelKind
 from fastpipe.runtime.common.failure import FailureError
-from fastpipe.runtime.transport.loopback import Loopback
-from fastpipe.runtime.transport.transport import Message
+from fastpipe.runtime.transport.transport import Loopback, Message
 from tests.patience import PATIENCE
 from tests.runtime.models import CASES
 

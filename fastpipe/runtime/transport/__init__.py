@@ -15,7 +15,6 @@ from fastpipe.runtime.transport.groups import (
     ranks_per_host,
     side_group,
 )
-from fastpipe.runtime.transport.loopback import Loopback
 from fastpipe.runtime.transport.process_group import ProcessGroups
 from fastpipe.runtime.transport.shared_memory import CHOICES, select_transport
-from fastpipe.runtime.transport.transport import Message, Transport, why_not_python
+from fastpipe.runtime.transport.transport import Loopback, Message, Transport, why_not_python

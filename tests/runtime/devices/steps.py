@@ -148,7 +148,7 @@ class Worker:
 def arguments_of(case: Case) -> dict[str, Any]:
     arguments = dict(case.arguments)
     if arguments.get("transport") == "delayed":
-        arguments["transport"] = fastpipe.runtime.transport.loopback.Loopback(delay=0.001)
+        arguments["transport"] = fastpipe.runtime.transport.transport.Loopback(delay=0.001)
     arguments.pop("trees", None)
     if arguments.pop("contexts", False):
         arguments["forward_context"] = arguments["backward_context"] = Worker()
