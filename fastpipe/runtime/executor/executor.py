@@ -1,4 +1,4 @@
-"""Executor: runs one rank's program. The interface, and the native executor.
+"""Executor: runs one rank's program. The interface, the native executor, and a reference in Python with the same bits.
 
 In the native executor C++ runs the program, and calls Python only for ``stage.run`` and, where used, the caller's
 output gradients (``stage.losses.output_grads``), pairs in turns or by the modules' own method, the user's contexts, and
@@ -7,6 +7,8 @@ data-parallel collectives.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -17,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastpipe.action import NONE
-from fastpipe.program import Instruction, Op, Program
+from fastpipe.action import NONE, Action, ActionKind
+from fastpipe.dependencies import feeds
+from fastpipe.program import ChannelKind, Instruction, Op, Program
 from fastpipe.runtime import native
-from fastpipe.runtime.common import CPU, Tensors
-from fastpipe.runtime.stage import IN_ORDER, WAYS, PairCounts, Pairs, Stage, last_microbatches
-from fastpipe.runtime.transport import Transport
+from fastpipe.runtime.common import CPU, Tensors, handed_over, torch_private
+from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, WAYS, PairCounts, Pairs, Stage, last_microbatches
+from fastpipe.runtime.transport import Message, Transport
 
 Seconds = npt.NDArray[np.float64]
 OnFailure = Callable[[int, BaseException], None]
@@ -240,3 +243,274 @@ class NativeExecutor(Executor):
     def forget_failure(self) -> None:
         """See `Executor.forget_failure`."""
         self._native.forget_failure()
+
+
+_LABEL_PREFIX = "PP:"
+"""As in torch's pipelines. Without a prefix torch's profiler demangles "2F0" as a C++ name to "F0"."""
+
+
+Resolved = tuple[Op, Callable[[], None], str]
+"""An instruction as a call; with the label of a compute action for torch's profiler, empty for others, which run in a
+failed step, too."""
+
+
+class PythonExecutor(Executor):
+    """Interprets one rank's program; see `Executor`.
+
+    At construction every instruction is resolved to a method with its arguments: stage, input slot, message and so on.
+    A step makes these calls in order.
+
+    Attributes:
+        slots: received tensors that are not freed, by slot.
+        made: results of compute actions that are not sent or handed over.
+    """
+
+    def _prepare(self) -> None:
+        self.endpoint = self.transport.endpoint(self.program, self.rank, self.timeout)
+        self.slots: dict[int, Tensors] = {}
+        self.made: dict[Message, Tensors] = {}
+        self.failed = False
+        self.error: BaseException | None = None
+        instructions = list(self.program[self.rank])
+        self._last_backwards = last_backwards(instructions)
+        self._split = {(it.stage, it.microbatch) for it in instructions if it.op is Op.I}
+        self._slot_of: dict[Message, int] = {}
+        self.instructions = list(map(self._resolved, instructions))
+        self.waits_of_sends = _waits_of_sends(instructions)
+        self._position = len(self.instructions)
+
+    def position(self) -> int:
+        """See `Executor.position`."""
+        return self._position
+
+    def fail(self) -> None:
+        """See `Executor.fail`."""
+        self.failed = True
+
+    def forget_failure(self) -> None:
+        """See `Executor.forget_failure`."""
+        self.failed = False
+
+    def run(
+        self, signature: int, announce: bool, trace: bool = False, drain: bool = False
+    ) -> tuple[Seconds, Seconds] | None:
+        """Run one step; see `Executor.run`."""
+        self.failed, self.error = self.failed or drain, None
+        for index, stage in self.stages.items():
+            stage.context.last = self.last[index]
+        self.endpoint.begin(signature, announce)
+        # an instruction ends when the next one starts
+        times = [time.perf_counter()]
+        for position, instruction in enumerate(self.instructions):
+            self._position = position
+            self._execute(position, instruction)
+            times.append(time.perf_counter())
+        self._position = len(self.instructions)
+        if self._drained():
+            return None
+        stamps = np.array(times)
+        starts, ends = stamps[:-1], stamps[1:].copy()
+        for send, wait in self.waits_of_sends:
+            ends[send] = ends[wait]
+        return starts, ends
+
+    def _drained(self) -> bool:
+        """At the end of a step: whether it failed on another rank; raises this rank's exception if there is one."""
+        self.slots.clear()
+        self.made.clear()
+        failed, self.failed = self.failed, False
+        if not failed:
+            return False
+        for stage in self.stages.values():
+            stage.end()
+        self.endpoint.end()
+        error, self.error = self.error, None
+        if error is None:
+            return True
+        try:
+            raise error
+        finally:
+            del error  # avoids a cycle of exception and frame
+
+    def _execute(self, position: int, instruction: Resolved) -> None:
+        op, call, label = instruction
+        if self.failed and label:
+            return
+        try:
+            _labelled(label, call)
+        except BaseException as error:  # published, and raised at the end of the step
+            self._fail_at(position, error)
+            if op is Op.SEND:
+                # nothing was sent, and the receiver waits: send a placeholder
+                with contextlib.suppress(BaseException):  # the first error is already published
+                    call()
+
+    def _fail_at(self, position: int, error: BaseException) -> None:
+        self.failed = True
+        if self.error is None:
+            self.error = error
+            self.on_failure(position, error)
+
+    def forward(self, stage: Stage, microbatch: int, slot: int, message: Message | None, splits: bool) -> None:
+        """F. ``slot`` is that of the input, or ``NONE``; ``message`` is what it makes for another stage."""
+        outputs = stage.forward(microbatch, self.slots.get(slot, ()), splits=splits)
+        if message is not None:
+            self.made[message] = outputs
+
+    def backward(
+        self, stage: Stage, microbatch: int, slot: int, message: Message | None, *, split: bool = False
+    ) -> None:
+        """B, or I with ``split``. ``slot`` is that of the output's gradient."""
+        run = stage.backward_input if split else stage.backward
+        grads = run(microbatch, self.slots.get(slot, ()))
+        if message is not None:
+            self.made[message] = grads
+
+    def overlapped(self, forward: partial[None], backward: partial[None], label: str) -> None:
+        """OVERLAP_F_B."""
+        stage, pair = forward.args[0], backward.args[0]
+        if stage.fuses and stage.fuses_with(pair) and self._fused(*forward.args, *backward.args):
+            self._pairs.counts.fused += 1
+            return
+        labelled = partial(_labelled, label, backward)
+        if self.pairs == IN_TURNS and stage.can_alternate(pair):
+            return self._pairs.in_turns(forward, labelled, pair.exchanges)
+        self._pairs.run(forward, labelled, (stage.index, pair.index), stage.can_overlap(pair))
+
+    def _fused(
+        self,
+        stage: Stage,
+        microbatch: int,
+        slot: int,
+        message: Message | None,
+        splits: bool,
+        pair: Stage,
+        pair_microbatch: int,
+        pair_slot: int,
+        pair_message: Message | None,
+    ) -> bool:
+        inputs, grads = self.slots.get(slot, ()), self.slots.get(pair_slot, ())
+        found = stage.forward_backward(microbatch, inputs, pair, pair_microbatch, grads, splits=splits)
+        if found is None:
+            return False
+        for made, tensors in zip((message, pair_message), found, strict=True):
+            if made is not None:
+                self.made[made] = tensors
+        return True
+
+    def pair_counts(self) -> PairCounts:
+        """See `Executor.pair_counts`."""
+        return self._pairs.counts
+
+    def wait_recv(self, channel: int, slot: int) -> None:
+        """WAIT_RECV."""
+        tensors = self.endpoint.wait_recv(channel, slot)
+        if tensors is None:
+            self.failed = True
+        else:
+            self.slots[slot] = tensors
+
+    def send(self, message: Message, channel: int, number: int) -> None:
+        """SEND; in a failed step a placeholder."""
+        tensors = self.made.pop(message, None)
+        self.endpoint.send(message, channel, number, None if self.failed else tensors)
+
+    def hand_over(self, message: Message, slot: int) -> None:
+        """HAND_OVER."""
+        tensors = self.made.pop(message, None)
+        if tensors is not None and not self.failed:
+            self.slots[slot] = handed_over(tensors)
+
+    def free(self, slot: int) -> None:
+        """FREE."""
+        self.slots.pop(slot, None)
+
+    def last_backward(self, stage: Stage, op: Op, call: Callable[[], None]) -> None:
+        """The last B or W of a stage."""
+        stage.run_collective(op, self.failed)
+        call()
+
+    def run_collective(self, stage: Stage, op: Op) -> None:
+        """UNSHARD, RESHARD, REDUCE_GRAD; in a failed step, too, as the stage's replicas wait."""
+        stage.run_collective(op, self.failed)
+
+    def _resolved(self, it: Instruction) -> Resolved:
+        """In the order of the program, as a receive tells what its message's slot is."""
+        label = "" if it.action is None else f"{_LABEL_PREFIX}{it.action}"
+        return it.op, self._last(it, self._compute(it)) if it.op < Op.POST_RECV else self._move(it), label
+
+    def _last(self, it: Instruction, call: Callable[[], None]) -> Callable[[], None]:
+        """A stage may start its reduction in its last B or W."""
+        stage, microbatch = backward_of(it)
+        if self._last_backwards.get(stage) != microbatch:
+            return call
+        return partial(self.last_backward, self.stages[stage], Op.W if it.op is Op.W else Op.B, call)
+
+    def _compute(self, it: Instruction) -> Callable[[], None]:
+        if it.op is Op.W:
+            return partial(self.stages[it.stage].backward_weight, it.microbatch)
+        if it.op is Op.OVERLAP_F_B:
+            backward = self._backward(it.pair_stage, it.pair_microbatch)
+            label = f"{_LABEL_PREFIX}{Action(ActionKind.B, it.pair_stage, it.pair_microbatch)}"
+            return partial(self.overlapped, self._forward(it.stage, it.microbatch), backward, label)
+        if it.op is Op.F:
+            return self._forward(it.stage, it.microbatch)
+        if it.op in (Op.B, Op.I):
+            return self._backward(it.stage, it.microbatch, split=it.op is Op.I)
+        return partial(self.run_collective, self.stages[it.stage], it.op)
+
+    def _forward(self, stage: int, microbatch: int) -> partial[None]:
+        slot = self._slot_of.get(Message(ChannelKind.ACTIVATION, stage, microbatch), NONE)
+        made = self._made(ActionKind.F, stage, microbatch)
+        return partial(self.forward, self.stages[stage], microbatch, slot, made, (stage, microbatch) in self._split)
+
+    def _backward(self, stage: int, microbatch: int, split: bool = False) -> partial[None]:
+        slot = self._slot_of.get(Message(ChannelKind.GRADIENT, stage, microbatch), NONE)
+        made = self._made(ActionKind.B, stage, microbatch)
+        return partial(self.backward, self.stages[stage], microbatch, slot, made, split=split)
+
+    def _made(self, kind: ActionKind, stage: int, microbatch: int) -> Message | None:
+        """The message that an action makes for another stage, if any."""
+        target = feeds(kind, stage, self.program.num_stages)
+        return None if target == NONE else Message(ChannelKind.of(kind), target, microbatch)
+
+    def _move(self, it: Instruction) -> Callable[[], None]:
+        kind = self.program.channels[it.channel].kind
+        message = Message(kind, it.stage, it.microbatch)
+        if it.op in (Op.POST_RECV, Op.HAND_OVER):
+            self._slot_of[message] = it.slot
+        if it.op is Op.SEND:
+            # the instruction has the producing stage
+            message = message._replace(stage=it.stage + kind.direction)
+        match it.op:
+            case Op.POST_RECV:
+                return partial(self.endpoint.post_recv, message, it.channel, it.slot)
+            case Op.WAIT_RECV:
+                return partial(self.wait_recv, it.channel, it.slot)
+            case Op.SEND:
+                return partial(self.send, message, it.channel, it.slot)
+            case Op.WAIT_SEND:
+                return partial(self.endpoint.wait_send, it.slot)
+            case Op.HAND_OVER:
+                return partial(self.hand_over, message, it.slot)
+        return partial(self.free, it.slot)
+
+
+def _labelled(label: str, call: Callable[[], None]) -> None:
+    """Run what has a label with it in a profile; the backward of a pair has its own, as another thread may run it."""
+    if not label or not torch_private.is_profiling():
+        return call()
+    with torch.profiler.record_function(label):
+        call()
+
+
+def _waits_of_sends(instructions: list[Instruction]) -> list[tuple[int, int]]:
+    """Positions of every SEND and its WAIT_SEND, where it ends."""
+    found: list[tuple[int, int]] = []
+    sends: dict[int, int] = {}
+    for position, it in enumerate(instructions):
+        if it.op is Op.SEND:
+            sends[it.slot] = position
+        elif it.op is Op.WAIT_SEND:
+            found.append((sends[it.slot], position))
+    return found

@@ -39,8 +39,7 @@ from fastpipe.runtime.common import (
     torch_private,
 )
 from fastpipe.runtime.data_parallel import DataParallel
-from fastpipe.runtime.executor.executor import Check, Executor, NativeExecutor, Seconds
-from fastpipe.runtime.executor.python_executor import PythonExecutor
+from fastpipe.runtime.executor.executor import Check, Executor, NativeExecutor, PythonExecutor, Seconds
 from fastpipe.runtime.stage import PairCounts, PairPolicy, Stage
 from fastpipe.runtime.transport import MeshGroups, Transport, leave_groups
 
