@@ -293,9 +293,7 @@ class LocalStages:
         return [stage for held in self.by_rank.values() for stage in held.values()]
 
 
-def build_stages(
-    arguments: Arguments, schedule: Schedule, request: BuildRequest, world: World, *, audits: bool = False
-) -> LocalStages:
+def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, audits: bool = False) -> LocalStages:
     """Build the local stages, wrap them, and find the weights they share.
 
     Args:
@@ -305,12 +303,12 @@ def build_stages(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    placement = schedule.placement
+    placement = request.schedule.placement
     given, tied = from_torch(arguments.stages, placement.num_stages, arguments.tied)
     layers = as_layers(given)
     stages = given if layers is None else layers
     cuts = [] if layers is None else layer_ranges(layers, placement.num_stages, arguments.partition)
-    ranks = list(range(schedule.num_ranks)) if world.is_single_process else [world.member.rank]
+    ranks = list(range(placement.num_ranks)) if world.is_single_process else [world.member.rank]
     local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
     cut = "" if layers is None else cut_text(layers, cuts, request.unit, request.costs)
     every = build_modules(stages, placement.num_stages, range(placement.num_stages), cuts) if audits else {}
@@ -408,7 +406,7 @@ def agree_on_stages(
         partition = cut_by(arguments.partition, request.costs, schedule.num_stages)
         resolved = replace(arguments, partition=partition)
         audits = _audits(arguments, schedule, world)
-        local = build_stages(resolved, schedule, request, world, audits=audits)
+        local = build_stages(resolved, request, world, audits=audits)
         check_audited(arguments.audit, local.stages)
         arguments.check_replicas(local.stages)
         _check_groups(local.stages)
@@ -513,9 +511,7 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
 
 def make_steps(
     arguments: Arguments,
-    programs: Programs,
-    num_microbatches: int,
-    seed: int | None,
+    request: BuildRequest,
     local: LocalStages,
     world: World,
     transport: Transport,
@@ -523,14 +519,14 @@ def make_steps(
 ) -> Steps:
     """What runs the steps of stages and programs over a transport. Collective."""
     device = world.device
-    placement = programs.schedule(num_microbatches).placement
+    placement = request.schedule.placement
     streams = wants_streams(device, arguments.overlap, local.by_rank.values())
     cores = len(os.sched_getaffinity(0))
     dimensions = list(arguments.other_dimensions())
     policy = pair_policy(arguments.overlap, world.ranks_per_host.count(), cores, device, streams, dimensions)
     runtime = native.load() if executor.is_native else None
     threads, pairs = len(local.by_rank) > 1, policy.way != IN_ORDER
-    random = RandomNumbers(device, seed=seed, threads=threads, pairs=pairs, runtime=runtime)
+    random = RandomNumbers(device, seed=request.seed, threads=threads, pairs=pairs, runtime=runtime)
     exchange = None if world.is_single_process else transport.exchange
 
     if exchange is not None and (local.audited or between_ranks(local.ties, placement)):
@@ -568,7 +564,7 @@ def make_steps(
         arguments.batch,
         device,
         world.cores,
-        programs,
+        request.programs,
         ranks,
         world.control,
         copies,

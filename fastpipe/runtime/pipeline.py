@@ -18,6 +18,7 @@ from fastpipe.planner import LayerCosts, Plan
 from fastpipe.runtime.arguments import Arguments
 from fastpipe.runtime.common import ForkGuard
 from fastpipe.runtime.construction import (
+    BuildRequest,
     LocalStages,
     agree_on_request,
     agree_on_stages,
@@ -208,25 +209,16 @@ class Pipeline:
             undo.append(self.transport.abort)
             self.device, self.loss_fn, self.grad_dtype = world.device, loss_fn, grad_dtype
             self.num_ranks = request.schedule.num_ranks
-            self._world, self._build, self._executor = world, request, made_by
+            self._world, self._executor = world, made_by
             self._reduces, self._grad_norms = True, GradNorms()
-            self._start(arguments, local, request.programs, request.num_microbatches)
+            self._start(arguments, request, local)
         logger.info("%s", self.describe())
 
-    def _start(self, arguments: Arguments, local: LocalStages, programs: Programs, num_microbatches: int) -> None:
+    def _start(self, arguments: Arguments, request: BuildRequest, local: LocalStages) -> None:
         """Use these stages and programs from the next step on."""
-        steps = make_steps(
-            arguments,
-            programs=programs,
-            num_microbatches=num_microbatches,
-            seed=self._build.seed,
-            local=local,
-            world=self._world,
-            transport=self.transport,
-            executor=self._executor,
-        )
-        self._arguments, self._local, self._steps = arguments, local, steps
-        self.num_microbatches = num_microbatches
+        steps = make_steps(arguments, request, local, self._world, self.transport, self._executor)
+        self._arguments, self._build, self._local, self._steps = arguments, request, local, steps
+        self.num_microbatches = request.num_microbatches
         # what it holds lives until it is called, so it must not hold the stages
         closed = steps.watchdog.thread, self._world.control, steps.ranks.closer()
         self._finalizer = weakref.finalize(self, _close, *closed, ForkGuard())
@@ -584,24 +576,24 @@ class Pipeline:
             return {}
 
         self._steps.all_gather("replan, programs", prepare)
-        (programs,) = made
+        request = replace(self._build, programs=made[0], num_microbatches=schedule.num_microbatches)
         if rebuilds:
             changed = replace(self._arguments, partition=counts or present or "layers")
-            self._rebuild(programs, schedule, changed if recompute is None else replace(changed, recompute=recompute))
+            self._rebuild(changed if recompute is None else replace(changed, recompute=recompute), request)
         else:
-            self.num_microbatches = schedule.num_microbatches
-            self._steps.follow(programs)
+            self._build, self.num_microbatches = request, schedule.num_microbatches
+            self._steps.follow(request.programs)
         logger.info("%s", self.describe())
 
-    def _rebuild(self, programs: Programs, schedule: Schedule, arguments: Arguments) -> None:
+    def _rebuild(self, arguments: Arguments, request: BuildRequest) -> None:
         """Build other stages of the same layers; all ranks are threads of this process."""
         present = self._local
         pieces = dict(self.stage_modules) if present.layers is None else present.layers
         arguments = replace(arguments, stages=pieces, tied=present.declared_ties)
         self._steps.check_filled()
         former, finalizer = self._steps, self._finalizer
-        local = build_stages(replace(arguments, data_parallel=None), schedule, self._build, self._world)
-        self._start(arguments, local, programs, schedule.num_microbatches)
+        local = build_stages(replace(arguments, data_parallel=None), request, self._world)
+        self._start(arguments, request, local)
         self._steps.random.step_count, self._steps.loss_scale = former.random.step_count, former.loss_scale
         # only now, as a module may refuse what the plan needs, a copy for example
         finalizer.detach()
