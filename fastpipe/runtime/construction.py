@@ -46,7 +46,6 @@ from fastpipe.runtime.executor import Executor, LocalRanks, RecordedRanks, execu
 from fastpipe.runtime.model import (
     MEASURED,
     RestOfModel,
-    Stages,
     Tie,
     Unfilled,
     as_layers,
@@ -271,7 +270,6 @@ class LocalStages:
         by_rank: the stages of every local rank, by index.
         cut: the partition as text; empty for stages that the user split.
         layer_counts: the number of layers of every stage; None for stages that the user split.
-        layers: the model's layers, if they can be split differently later.
         on_meta: whether some stage, here or on another rank, has no values yet.
         audited: copies of all stages without memory, for audits; empty without.
     """
@@ -281,8 +279,6 @@ class LocalStages:
     ties: list[Tie]
     cut: str
     layer_counts: list[int] | None
-    layers: Stages | None
-    declared_ties: Sequence[Sequence[str]] | None
     on_meta: bool
     audited: dict[int, Stage]
     rest: RestOfModel
@@ -297,16 +293,15 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
     """Build the local stages, wrap them, and find the weights they share.
 
     Args:
-        arguments: with the partition as numbers of layers.
+        arguments: with the partition as numbers of layers, and without types of torch.distributed.pipelining.
         audits: whether this process may compute any stage for an audit.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
     placement = request.schedule.placement
-    given, tied = from_torch(arguments.stages, placement.num_stages, arguments.tied)
-    layers = as_layers(given)
-    stages = given if layers is None else layers
+    layers = as_layers(arguments.stages)
+    stages = arguments.stages if layers is None else layers
     cuts = [] if layers is None else layer_ranges(layers, placement.num_stages, arguments.partition)
     ranks = list(range(placement.num_ranks)) if world.is_single_process else [world.member.rank]
     local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
@@ -316,7 +311,7 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
     modules = own_modules(build_modules(stages, placement.num_stages, local, cuts))
     check_device(modules, world.device)
     rest = RestOfModel(layers, modules)
-    ties = find_ties(layers, modules, placement.num_stages, cuts, tied)
+    ties = find_ties(layers, modules, placement.num_stages, cuts, arguments.tied)
     share(ties, modules)
     on_meta_here = [index for index, module in modules.items() if on_meta([module])]
     if arguments.data_parallel is not None:
@@ -338,8 +333,6 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
         ties=ties,
         cut=cut,
         layer_counts=None if layers is None else [len(part) for part in cuts],
-        layers=given if world.is_single_process and layers is not None else None,
-        declared_ties=tied,
         on_meta=bool(on_meta_here),
         audited=stages_of(copies),
         rest=rest,
@@ -398,14 +391,15 @@ def agree_on_stages(
     """Build the local stages and check them against those of the other ranks. All ranks succeed, or all raise.
 
     Returns:
-        The arguments with the resolved partition, the local stages, and the executor class.
+        The arguments as `build_stages` takes them, the local stages, and the executor class.
     """
     schedule = request.schedule
 
     def make() -> tuple[tuple[Arguments, LocalStages, type[Executor]], Reply]:
         partition = cut_by(arguments.partition, request.costs, schedule.num_stages)
-        resolved = replace(arguments, partition=partition)
         audits = _audits(arguments, schedule, world)
+        stages, tied = from_torch(arguments.stages, schedule.num_stages, arguments.tied)
+        resolved = replace(arguments, partition=partition, stages=stages, tied=tied)
         local = build_stages(resolved, request, world, audits=audits)
         check_audited(arguments.audit, local.stages)
         arguments.check_replicas(local.stages)

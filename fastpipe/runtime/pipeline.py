@@ -587,9 +587,8 @@ class Pipeline:
 
     def _rebuild(self, arguments: Arguments, request: BuildRequest) -> None:
         """Build other stages of the same layers; all ranks are threads of this process."""
-        present = self._local
-        pieces = dict(self.stage_modules) if present.layers is None else present.layers
-        arguments = replace(arguments, stages=pieces, tied=present.declared_ties)
+        if self._local.layer_counts is None:
+            arguments = replace(arguments, stages=dict(self.stage_modules))
         self._steps.check_filled()
         former, finalizer = self._steps, self._finalizer
         local = build_stages(replace(arguments, data_parallel=None), request, self._world)
