@@ -552,11 +552,10 @@ def make_steps(
     audit = None
     if local.audited:
         assert arguments.audit is not None
-        audit = Audit(arguments.audit, world.member.rank, local.audited, transport.exchange, world.control, device)
+        audit = Audit(arguments.audit, local.audited, transport.exchange, world.control, device)
     unfilled = Unfilled(local.modules, device, local.ties) if local.on_meta else None
     steps = Steps(
         arguments.batch,
-        device,
         world.cores,
         request.programs,
         ranks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from fastpipe.hardware_queues import VARIABLE, queues_text
 from fastpipe.program import Op, Program
@@ -36,7 +36,7 @@ def describe(steps: Steps, local: LocalStages, arguments: Arguments, seed: int |
         lines.append(f"cuda graph  {steps.ranks.recording_text()}")
     if steps.programs.has_pairs(num_microbatches) or steps.ranks.pair_counts().total:
         program = steps.programs.program(num_microbatches, forward_only=False)
-        lines.append(f"pairs       {pairs_text(steps, program, local.by_rank)}")
+        lines.append(f"pairs       {pairs_text(steps, program, local)}")
     return "\n".join(lines)
 
 
@@ -126,11 +126,11 @@ def split_text(stages: Sequence[Stage]) -> str:
     )
 
 
-def pairs_text(steps: Steps, program: Program, ranks: Mapping[int, Mapping[int, Stage]]) -> str:
+def pairs_text(steps: Steps, program: Program, local: LocalStages) -> str:
     """How pairs of a forward and a backward run, and which always run in order."""
     policy, counts, usage = steps.ranks.pairs, steps.ranks.pair_counts(), steps.random.in_pairs()
-    stages = [stage for held in ranks.values() for stage in held.values()]
-    pairs = {pair for rank in ranks for pair in _pairs_in(program, rank)}
+    stages = local.stages
+    pairs = {pair for rank in local.by_rank for pair in _pairs_in(program, rank)}
     text = f"{policy.way} ({policy.reason})"
     if policy.way != IN_ORDER:
         why_in_order = _why_in_order(stages, usage, pairs, in_turns=policy.way == IN_TURNS)

@@ -230,13 +230,12 @@ class Audit:
     def __init__(
         self,
         share: float,
-        rank: int,
         copies: Mapping[int, Stage],
         exchange: Exchange,
         control: Control,
         device: torch.device,
     ) -> None:
-        self.share, self.rank, self.device = share, rank, device
+        self.share, self.rank, self.device = share, control.rank, device
         self.finding: CorruptionError | None = None
         self.num_computed = 0
         self._copies, self._exchange, self._control = copies, exchange, control

@@ -154,7 +154,6 @@ class Steps:
     def __init__(
         self,
         batch: BatchArguments,
-        device: torch.device,
         cores: Cores,
         programs: Programs,
         ranks: LocalRanks,
@@ -168,7 +167,7 @@ class Steps:
         audit: Audit | None = None,
     ) -> None:
         self.batch = batch
-        self.device = device
+        self.device = ranks.device
         self.cores = cores
         self.programs = programs
         self.ranks = ranks
