@@ -51,7 +51,6 @@ from fastpipe.runtime.step import (
     Request,
     Rules,
     StepResult,
-    WatchdogThread,
     clip_grad_norm,
     gather_outputs,
 )
@@ -220,7 +219,7 @@ class Pipeline:
         self._arguments, self._build, self._local, self._steps = arguments, request, local, steps
         self.num_microbatches = request.num_microbatches
         # what it holds lives until it is called, so it must not hold the stages
-        closed = steps.watchdog.thread, self._world.control, steps.ranks.closer()
+        closed = steps.watchdog.close, self._world.control, steps.ranks.closer()
         self._finalizer = weakref.finalize(self, _close, *closed, ForkGuard())
 
     def step(
@@ -596,7 +595,7 @@ class Pipeline:
         self._steps.random.step_count, self._steps.loss_scale = former.random.step_count, former.loss_scale
         # only now, as a module may refuse what the plan needs, a copy for example
         finalizer.detach()
-        former.watchdog.thread.close()
+        former.watchdog.close()
         former.ranks.retire()
 
     def describe(self) -> str:
@@ -613,8 +612,10 @@ class Pipeline:
         )
 
 
-def _close(watching: WatchdogThread, control: Control, close_ranks: Callable[[], None], guard: ForkGuard) -> None:
+def _close(
+    end_watchdog: Callable[[], None], control: Control, close_ranks: Callable[[], None], guard: ForkGuard
+) -> None:
     if guard.here:
-        watching.close()
+        end_watchdog()
         control.close()
         close_ranks()

@@ -28,4 +28,3 @@ from fastpipe.runtime.step.result import (
     weights_of,
 )
 from fastpipe.runtime.step.steps import Steps
-from fastpipe.runtime.step.watchdog import WatchdogThread

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import FrameType
 
 from fastpipe.action import NONE, Action
@@ -124,6 +125,7 @@ class Watchdog:
 
     Attributes:
         phase: what the current call does now.
+        close: ends the thread, in the process that started it; does not hold the watchdog.
     """
 
     def __init__(self, control: Control, ranks: LocalRanks, warn_after: float) -> None:
@@ -133,12 +135,17 @@ class Watchdog:
         self._since = time.monotonic()
         self._due = warn_after
         self._answered = _signals
-        self.thread = WatchdogThread()
+        # neither holds this; the thread starts with the first call
+        stop = self._stop = threading.Event()
+        arguments = weakref.ref(self), stop, warn_after
+        self._thread = threading.Thread(target=_watch, args=arguments, name="fastpipe-watchdog", daemon=True)
+        self.close = partial(_end, stop, self._thread)
 
     def begin(self) -> None:
         """A call begins."""
-        if self._warn_after != float("inf"):
-            self.thread.start(self, self._warn_after)
+        if self._warn_after != float("inf") and self._thread.ident is None:
+            _handle_signal()
+            self._thread.start()
         self._thread_id, self._step = threading.get_ident(), self._step + 1
         self._due, self.phase = self._warn_after, "agrees with the other ranks on the inputs"
         self._since = time.monotonic()
@@ -162,7 +169,7 @@ class Watchdog:
         if asked and not phase:
             logger.warning("rank %d %s", self._control.rank, text)
         others_need = _PLACES_SECONDS if asked else min(_PLACES_SECONDS, self._warn_after / 4)
-        if not phase or self.thread.stop.wait(others_need) or since != self._since:
+        if not phase or self._stop.wait(others_need) or since != self._since:
             return
         first, lines = self._report("")
         if first == self._control.rank:
@@ -239,26 +246,10 @@ def _handle_signal() -> None:
         signal.signal(signal.SIGUSR1, _on_signal)
 
 
-class WatchdogThread:
-    """The thread of a watchdog. It starts with the first call, and does not keep the watchdog alive."""
-
-    def __init__(self) -> None:
-        self.stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self, watchdog: Watchdog, warn_after: float) -> None:
-        """Start it, unless it runs."""
-        if self._thread is None:
-            _handle_signal()
-            arguments = weakref.ref(watchdog), self.stop, warn_after
-            self._thread = threading.Thread(target=_watch, args=arguments, name="fastpipe-watchdog", daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        """End it; in the process that started it."""
-        self.stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=2)
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(timeout=2)
 
 
 def _watch(watchdog: weakref.ref[Watchdog], stop: threading.Event, warn_after: float) -> None:
