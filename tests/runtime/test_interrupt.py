@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from fastpipe import Pipeline
-from fastpipe.runtime.common.guards import Interrupts
+from fastpipe.runtime.common.guards import Calls
 from fastpipe.runtime.stage.stage import Chain
 from tests.runtime.checks import reference_of, rows_for
 from tests.runtime.faults import AtCall
@@ -42,9 +42,9 @@ def test_the_step_is_drained_and_the_next_one_works(step: int, executor: str) ->
 
 
 def test_a_second_one_does_not_wait() -> None:
-    interrupts = Interrupts(lambda: None)
+    calls = Calls(lambda: None)
     reached = []
-    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+    with pytest.raises(KeyboardInterrupt), calls.uninterrupted():
         os.kill(os.getpid(), signal.SIGINT)
         reached.append(1)
         os.kill(os.getpid(), signal.SIGINT)
@@ -53,26 +53,26 @@ def test_a_second_one_does_not_wait() -> None:
 
 
 def test_it_stands_before_what_the_step_raised() -> None:
-    interrupts = Interrupts(lambda: None)
-    with pytest.raises(KeyboardInterrupt) as caught, interrupts.deferred():
+    calls = Calls(lambda: None)
+    with pytest.raises(KeyboardInterrupt) as caught, calls.uninterrupted():
         os.kill(os.getpid(), signal.SIGINT)
         raise OSError("the disk is gone")
     assert isinstance(caught.value.__context__, OSError)
 
 
 def test_handlers_of_the_users_own_and_other_threads_are_left_alone() -> None:
-    interrupts = Interrupts(lambda: pytest.fail("not ours"))
+    calls = Calls(lambda: pytest.fail("not ours"))
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     try:
-        with interrupts.deferred():
+        with calls.uninterrupted():
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert seen == [signal.SIGINT] and not interrupts.pending
+    assert seen == [signal.SIGINT] and not calls.interrupted
 
     def elsewhere() -> None:
-        with interrupts.deferred():
+        with calls.uninterrupted():
             assert signal.getsignal(signal.SIGINT) is before
 
     thread = threading.Thread(target=elsewhere)

@@ -24,7 +24,7 @@ from fastpipe.runtime.common.failure import (
     logged,
     lost_peer,
 )
-from fastpipe.runtime.common.guards import ForkGuard, Interrupts, ReentrancyGuard, keep_in_children
+from fastpipe.runtime.common.guards import Calls, ForkGuard, keep_in_children
 from fastpipe.runtime.common.modules import (
     SavedBytes,
     alias_of,

@@ -1,4 +1,4 @@
-"""Three guards of a pipeline: use in a forked child, concurrent calls, Ctrl-C within a step.
+"""Guards of a pipeline: use in a forked child, concurrent calls, Ctrl-C within a step.
 
 A pipeline belongs to the process that built it. A forked child, for example a DataLoader worker, has copies of its
 objects, but neither its threads nor a rank. So the child must not run a step or close what the parent uses, and objects
@@ -51,10 +51,19 @@ def _keep() -> None:
 os.register_at_fork(after_in_child=_keep)
 
 
-class ReentrancyGuard:
-    """Allows one call into a pipeline at a time, in the process that built it."""
+class Calls:
+    """The calls into a pipeline: one at a time, in the process that built it, with interrupts at their end.
 
-    def __init__(self) -> None:
+    Args:
+        on_interrupt: called in the main thread at any line: it must not take a lock that a step takes.
+
+    Attributes:
+        interrupted: whether there was an interrupt in this step.
+    """
+
+    def __init__(self, on_interrupt: Callable[[], None]) -> None:
+        self.interrupted = False
+        self._on_interrupt = on_interrupt
         self._fork_guard = ForkGuard()
         self._lock = threading.Lock()
 
@@ -80,23 +89,8 @@ class ReentrancyGuard:
         finally:
             self._lock.release()
 
-
-class Interrupts:
-    """Defers interrupts to the end of a step.
-
-    Args:
-        on_interrupt: called in the main thread at any line: it must not take a lock that a step takes.
-
-    Attributes:
-        pending: whether there was an interrupt in this step.
-    """
-
-    def __init__(self, on_interrupt: Callable[[], None]) -> None:
-        self.pending = False
-        self._on_interrupt = on_interrupt
-
     @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
+    def uninterrupted(self) -> Iterator[None]:
         """Raise KeyboardInterrupt at the end and not within; a second Ctrl-C raises at once.
 
         A handler set by the user stays, and other threads than the main thread get no signals.
@@ -104,7 +98,7 @@ class Interrupts:
         Raises:
             KeyboardInterrupt: in place of the block's exception, which becomes its context.
         """
-        self.pending = False
+        self.interrupted = False
         main = threading.current_thread() is threading.main_thread()
         if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
@@ -114,11 +108,11 @@ class Interrupts:
             yield
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            if self.pending:
+            if self.interrupted:
                 raise KeyboardInterrupt
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        if self.pending:
+        if self.interrupted:
             signal.default_int_handler(number, frame)
-        self.pending = True
+        self.interrupted = True
         self._on_interrupt()

@@ -24,10 +24,9 @@ import torch
 
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
+    Calls,
     Failure,
     FailureError,
-    Interrupts,
-    ReentrancyGuard,
     call_in_thread,
     cause_text,
     failure_of,
@@ -192,12 +191,11 @@ class Steps:
         control.on_loss(self._lost)
         self._has_noted_split = False
         self.watchdog = Watchdog(control, ranks, warn_after)
-        self._interrupts = Interrupts(ranks.interrupt)
-        self._calls = ReentrancyGuard()
+        self._calls = Calls(ranks.interrupt)
 
     def run(self, request: Request, trace: bool) -> StepResult:
         """One step; see `Pipeline.step` and `Pipeline.eval_step`."""
-        with self._calls.entered(), self._interrupts.deferred(), self.cores.kept():
+        with self._calls.entered(), self._calls.uninterrupted(), self.cores.kept():
             return self._run(request, trace)
 
     def _run(self, request: Request, trace: bool) -> StepResult:
@@ -212,7 +210,7 @@ class Steps:
                     weights = self._weights(replies, request)
                     with torch.set_grad_enabled(request.training):
                         outcome = self._execute(program, inputs, weights, request, signature, trace)
-                    if self._interrupts.pending and outcome.failure is None:
+                    if self._calls.interrupted and outcome.failure is None:
                         outcome.failure = Failure(self.ranks.first, "KeyboardInterrupt")
                     replies = self._finish(outcome, request, trace)
                     if self.audit is not None and request.training and not _have_failed(replies):
