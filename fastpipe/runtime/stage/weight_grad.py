@@ -134,16 +134,6 @@ def make_weight_gradients(report: SplitReport, fused: bool = False) -> WeightGra
     return WeightGradients(report, fused)
 
 
-@dataclass
-class _Pending:
-    """Uses queued by the linears of one weight."""
-
-    weight: torch.Tensor
-    edge: GradientEdge
-    task: int
-    uses: list[Use] = field(default_factory=list)
-
-
 class WeightGradients:
     """The weight gradients of one microbatch of one stage, from F to W; the extension's class has the same methods.
 
@@ -156,7 +146,8 @@ class WeightGradients:
         self.backward = self.fused = False
         self._is_first = not report.done
         self.differentiated: list[Any] = []
-        self._pending: list[_Pending] = []
+        # by run of the engine and edge of a weight, the weight and what its linears queued
+        self._pending: dict[tuple[int, Any, int], tuple[torch.Tensor, list[Use]]] = {}
         self._group: GraphExecGroup | None = None
 
     @contextmanager
@@ -221,12 +212,8 @@ class WeightGradients:
     def add(self, weight: torch.Tensor, edge: GradientEdge, use: Use) -> None:
         """In I: queue the tensors of one linear."""
         # the edge is from F: getting it creates a node, and new nodes are how a recompute is detected
-        task = torch_private.graph_task()
-        for pending in self._pending:
-            if pending.task == task and pending.edge[:2] == edge[:2]:
-                pending.uses.append(use)
-                return
-        self._pending.append(_Pending(weight, edge, task, [use]))
+        _, uses = self._pending.setdefault((torch_private.graph_task(), edge.node, edge.output_nr), (weight, []))
+        uses.append(use)
 
     def compute(self) -> None:
         """W: add to the parameters' ``.grad``, and release what was held.
@@ -234,23 +221,22 @@ class WeightGradients:
         One run of the engine per run in I, so that weights made of one parameter are summed first.
         """
         while self._pending:
-            task = self._pending[0].task
-            group = [pending for pending in self._pending if pending.task == task]
-            self._pending = [pending for pending in self._pending if pending.task != task]
+            task, *_ = next(iter(self._pending))
+            group = [(key, self._pending.pop(key)) for key in list(self._pending) if key[0] == task]
+            rest = [given for (_, node, _), given in group if not (self.fuses and accumulate_in_place(node, given[1]))]
             # the engine runs nodes from last to first created
-            rest = [one for one in group if not (self.fuses and accumulate_in_place(one.edge.node, one.uses))]
-            sources: list[Any] = [_Source.apply(one.weight, one.uses) for one in reversed(rest)]  # type: ignore[no-untyped-call]
+            sources: list[Any] = [_Source.apply(*given) for given in reversed(rest)]  # type: ignore[no-untyped-call]
             torch.autograd.backward(sources, [torch.empty_like(source) for source in sources])
 
     def held_bytes(self) -> int:
         """Bytes held for W."""
-        uses = [use for pending in self._pending for use in pending.uses]
-        held = [local_part(tensor).untyped_storage() for use in uses for tensor in (use.inputs, use.grad)]
+        queued = [use for _, uses in self._pending.values() for use in uses]
+        held = [local_part(tensor).untyped_storage() for use in queued for tensor in (use.inputs, use.grad)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
     def leaves(self) -> list[int]:
         """``_cdata`` of the tensors whose gradients wait for W."""
-        return list(_leaves({get_gradient_edge(pending.weight).node for pending in self._pending}))
+        return list(_leaves({get_gradient_edge(weight).node for weight, _ in self._pending.values()}))
 
     def clear(self) -> None:
         """Release all tensors."""
