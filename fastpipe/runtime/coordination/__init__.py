@@ -30,5 +30,4 @@ from fastpipe.runtime.coordination.host import (
     name_attempt,
     shares_store,
 )
-from fastpipe.runtime.coordination.mesh import MeshControl
-from fastpipe.runtime.coordination.processes import Processes
+from fastpipe.runtime.coordination.processes import MeshControl, Processes
