@@ -42,7 +42,7 @@ from fastpipe.runtime.data_parallel import (
     replicate,
     same_text,
 )
-from fastpipe.runtime.executor import Executor, LocalRanks, RecordedRanks, executor_class, why_not
+from fastpipe.runtime.executor import Executor, LocalRanks, NativeExecutor, RecordedRanks, executor_class, why_not
 from fastpipe.runtime.model import (
     MEASURED,
     RestOfModel,
@@ -499,7 +499,7 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
         device=world.device,
         timeout=world.timeout,
         num_sharing=world.ranks_per_host.count() if world.cores.own is None else 1,
-        by_python=not executor.is_native,
+        by_python=executor is not NativeExecutor,
     )
 
 
@@ -518,7 +518,7 @@ def make_steps(
     cores = len(os.sched_getaffinity(0))
     dimensions = list(arguments.other_dimensions())
     policy = pair_policy(arguments.overlap, world.ranks_per_host.count(), cores, device, streams, dimensions)
-    runtime = native.load() if executor.is_native else None
+    runtime = native.load() if executor is NativeExecutor else None
     threads, pairs = len(local.by_rank) > 1, policy.way != IN_ORDER
     random = RandomNumbers(device, seed=request.seed, threads=threads, pairs=pairs, runtime=runtime)
     exchange = None if world.is_single_process else transport.exchange

@@ -86,7 +86,8 @@ class Processes(Control):
         """Exchange identities, watch the processes that can be watched, and use shared memory if all can."""
         identity = self._local_peers.identity() | self._shared_gather.offer()
         replies = self.exchange("setup", identity | message)
-        far = [rank for rank, reply in enumerate(replies) if rank and not _can_watch(replies[0], reply)]
+        near = [same_host(replies[0], reply) and replies[0]["can_watch"] and reply["can_watch"] for reply in replies]
+        far = [rank for rank in range(1, self.size) if not near[rank]]
         own: Reply = {"connected": self._connect_hosts(far), "woken": self._local_peers.connect(self.rank, replies)}
         answers = self.exchange("connection", own | {"why": self._shared_gather.connect(replies)})
         self._lifeline.keep([rank for rank, answer in enumerate(answers) if self.rank in answer["connected"]])
@@ -216,11 +217,6 @@ class Processes(Control):
         self._watcher.close()
         self._lifeline.close(self.step)
         self._local_peers.close()
-
-
-def _can_watch(one: Reply, other: Reply) -> bool:
-    """Whether two processes can watch each other by process descriptors."""
-    return same_host(one, other) and bool(one["can_watch"] and other["can_watch"])
 
 
 def _ignore(failure: Failure) -> None:

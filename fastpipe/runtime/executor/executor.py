@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,12 +40,8 @@ class Executor(ABC):
 
     Args:
         streams: streams of the stages, by index; empty if all work uses the caller's stream.
-
-    Attributes:
-        is_native: whether C++ runs the program.
     """
 
-    is_native: ClassVar[bool] = False
     program: Program
     rank: int
     stages: Mapping[int, Stage]
@@ -153,8 +149,6 @@ class NativeExecutor(Executor):
 
     A run uses the calling thread's grad mode, autocast and inference mode.
     """
-
-    is_native: ClassVar[bool] = True
 
     def _prepare(self) -> None:
         runtime: Any = native.load()

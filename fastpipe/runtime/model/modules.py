@@ -352,7 +352,9 @@ def from_torch(
             raise ValueError(
                 f"stages: PipelineStage {index} has a dw_builder; leave it out, as fastpipe splits backwards itself"
             )
-        found[index] = _module_of(stage)
+        info = getattr(stage, "pipe_info", None)
+        module: nn.Module = stage.submod  # type: ignore[attr-defined]
+        found[index] = module if info is None else TracedStage(module, info.graph, index, whole_names=False)
     return found, tied
 
 
@@ -362,13 +364,6 @@ def _check_num_stages(there: int, num_stages: int, what: str) -> None:
             f"stages: {what} is of {there} stages but the schedule has {num_stages}: use stages_per_rank, or another "
             "number of ranks, or split the model again"
         )
-
-
-def _module_of(stage: Any) -> nn.Module:
-    """The module that a stage object runs."""
-    info = getattr(stage, "pipe_info", None)
-    module: nn.Module = stage.submod
-    return module if info is None else TracedStage(module, info.graph, stage.stage_index, whole_names=False)
 
 
 def _traced(pipe: Any) -> dict[int, nn.Module]:

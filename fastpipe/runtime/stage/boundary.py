@@ -553,10 +553,6 @@ class HeldTensors:
         self.tensors: dict[int, dict[Key, torch.Tensor]] = {}
         self.grads: dict[int, dict[Key, torch.Tensor]] = {}
 
-    def comes_back(self, stage: int) -> bool:
-        """Whether the rank of a stage has a later one."""
-        return self.route[stage] in self.route[stage + 1 :]
-
     def next_holds(self, key: Key, stage: int) -> bool:
         """Whether the rank of the next stage holds a tensor that a stage returns."""
         made, place = key
@@ -624,13 +620,15 @@ class ReceivedTensors:
     def send(self, outputs: Sequence[torch.Tensor]) -> tuple[Tensors, tuple[Sent, ...]]:
         """The tensors to send of a stage's outputs, and the keys of all; keeps those that may come back."""
         keys = [self._key(tensor, place) for place, tensor in enumerate(outputs)]
-        held = [self._next_holds(key, tensor) for key, tensor in zip(keys, outputs, strict=True)]
+        is_asked = [self._held.with_gradient or not tensor.requires_grad for tensor in outputs]
+        held = [asked and self._held.next_holds(key, self.stage) for key, asked in zip(keys, is_asked, strict=True)]
         sent = [tensor for tensor, is_held in zip(outputs, held, strict=True) if not is_held]
         if not any(tensor.requires_grad for tensor in sent):
             # the backward needs a root
             held = [is_held and not t.requires_grad for t, is_held in zip(outputs, held, strict=True)]
             sent = [tensor for tensor, is_held in zip(outputs, held, strict=True) if not is_held]
-        if self._held.comes_back(self.stage):
+        route = self._held.route
+        if route[self.stage] in route[self.stage + 1 :]:  # the rank has a later stage
             sent = self._keep(dict(zip(keys, outputs, strict=True)), sent)
         return tuple(sent), tuple((*key, is_held) for key, is_held in zip(keys, held, strict=True))
 
@@ -639,10 +637,6 @@ class ReceivedTensors:
         if known is None or known[2] != (version_of(tensor), tensor.requires_grad):
             return self.stage, place
         return known[0]
-
-    def _next_holds(self, key: Key, tensor: torch.Tensor) -> bool:
-        is_asked = self._held.with_gradient or not tensor.requires_grad
-        return is_asked and self._held.next_holds(key, self.stage)
 
     def _keep(self, outputs: dict[Key, torch.Tensor], sent: list[torch.Tensor]) -> list[torch.Tensor]:
         kept = {

@@ -66,12 +66,8 @@ def _doing(program: Program, rank: int, it: Instruction) -> str:
     return f"computes {it.action}" if it.action is not None else it.op.name
 
 
-def _short(it: Instruction) -> str:
-    return str(it.action) if it.action is not None else f"{it.op.name}({it.stage},{it.microbatch})"
-
-
 def _listed(instructions: Sequence[Instruction]) -> str:
-    return " ".join(map(_short, instructions))
+    return " ".join(str(it.action or f"{it.op.name}({it.stage},{it.microbatch})") for it in instructions)
 
 
 def folded(instructions: Sequence[Instruction]) -> str:
