@@ -39,5 +39,4 @@ from fastpipe.runtime.stage.random_numbers import (
     RngUsage,
     microbatch_seed,
 )
-from fastpipe.runtime.stage.recorder import Recorder, Sums, compute_again
 from fastpipe.runtime.stage.stage import Stage, warn_of_whole_weights
