@@ -50,7 +50,7 @@ def test_every_private_name_that_is_used_is_looked_for() -> None:
     ],
 )
 def test_a_name_that_is_gone_is_missed(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = torch_private.Private(owner, name, "that test")  # type: ignore[arg-type]
+    gone = torch_private.Private(owner, name, "a test", "that test")  # type: ignore[arg-type]
     monkeypatch.setattr(torch_private, "PRIVATE", (*torch_private.PRIVATE[:1], gone))
     assert list(torch_private.missing().values()) == ["that test"]
 
