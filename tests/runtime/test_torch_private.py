@@ -64,8 +64,8 @@ def test_collectives_are_counted_by_the_backend_of_the_groups_device() -> None:
     assert torch_private.fsdp_collectives(group) == [(shards, 5), (None, -1)]
 
 
-def test_every_entry_says_what_fails_without() -> None:
-    assert all(one.without for one in torch_private.PRIVATE)
+def test_every_entry_says_what_for_and_what_fails_without() -> None:
+    assert all(one.use and one.without for one in torch_private.PRIVATE)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

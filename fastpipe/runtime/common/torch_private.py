@@ -1,9 +1,9 @@
 """All uses of private names of torch and Linux.
 
-A name is private if it begins with an underscore, or is an undocumented attribute. `PRIVATE` lists them with what does
-not work without them; all were seen in torch 2.11 and 2.13. `missing` checks each, and `fastpipe doctor` reports the
-result. Nearly all are looked up on use, so that fastpipe imports under a torch without one, and only the features that
-need it fail. (C++ has ``csrc/torch/torch_private.h``.)
+A name is private if it begins with an underscore, or is an undocumented attribute. `PRIVATE` lists them with their use,
+and what does not work without them; all were seen in torch 2.11 and 2.13. `missing` checks each, and `fastpipe doctor`
+reports the result. Nearly all are looked up on use, so that fastpipe imports under a torch without one, and only the
+features that need it fail. (C++ has ``csrc/torch/torch_private.h``.)
 
 Names with a public alternative are not used. There is none to tell which backward runs in a thread or what a checkpoint
 recomputes, to reduce a bucket of DDP or a gradient of FSDP at a given time, or to create a registered process group by
@@ -632,11 +632,13 @@ class Private(NamedTuple):
     Attributes:
         owner: a module, a class, or a folder; or a function that creates an object to inspect.
         names: the names; ``a|b`` for either, ``f.<locals>.g`` for a nested function.
+        use: what they are for.
         without: what does not work without them.
     """
 
     owner: str | Callable[[], Any]
     names: str
+    use: str
     without: str
 
 
@@ -662,47 +664,69 @@ PRIVATE = (
         "torch.utils._pytree",
         "tree_flatten tree_flatten_with_path tree_unflatten tree_map tree_map_only tree_leaves tree_structure "
         "tree_is_leaf keystr is_namedtuple_class register_pytree_node SUPPORTED_NODES TreeSpec",
+        "trees of tensors: inputs, outputs, and what crosses between stages",
         _ALL,
     ),
-    Private(nn.Module, "_parameters _buffers _modules", _ALL),
-    Private(nn.Module, "_non_persistent_buffers_set", "split and traced models"),
+    Private(nn.Module, "_parameters _buffers _modules", "a module's members, to be swapped", _ALL),
+    Private(nn.Module, "_non_persistent_buffers_set", "which of them its state leaves out", "split and traced models"),
+    Private(nn.Module, "_forward_hooks _forward_pre_hooks _compiled_call_impl", "what a call does", "split models"),
+    Private(nn.Module, "_backward_hooks _backward_pre_hooks", "hooks that no stage would call", "split models"),
     Private(
-        nn.Module,
-        "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _compiled_call_impl",
-        "split models",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "_CHECKPOINT_PREFIX",
+        "names of parameters in checkpoint_wrapper",
+        "checkpoints",
     ),
-    Private("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "_CHECKPOINT_PREFIX", "checkpoints"),
-    Private("torch.Tensor", "_version", f"{_REPLICATED}, split, {_PYTHON}"),
-    Private("torch.Tensor", "_cdata", "replicas with a split backward"),
-    Private("torch.Tensor", "_backward_hooks", "tied weights, two routes"),
-    Private("torch.Tensor", "_post_accumulate_grad_hooks", "tied weights, two routes, fused_weight_grad"),
-    Private("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype", _NORM),
-    Private("torch", "_foreach_norm", _NORM),
-    Private("torch.ops.aten", "_unsafe_view", _PYTHON),
-    Private("torch._subclasses.fake_tensor", "FakeTensorMode", "cuts by FLOPs"),
-    Private("torch._C", "_current_graph_task_id", f"add_loss, {_PYTHON}"),
-    Private("torch._C", "_current_autograd_node", _PYTHON),
-    Private(_reentrant_node, "_forward_cls", f"random numbers, {_PYTHON}"),
-    Private("torch._C._autograd", "_get_sequence_nr", "random numbers of stages"),
-    Private("torch._C._autograd", "_top_saved_tensors_default_hooks", _ALL),
-    Private("torch.overrides", "_get_current_function_mode_stack _push_mode _pop_mode", _ALL),
-    Private("torch._C", "_stash_obj_in_tls _get_obj_in_tls _is_key_in_tls", "all_to_all"),
-    Private("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack _push_mode _pop_mode", _ALL),
-    Private("torch.autograd.graph", "_CloneArgBeforeMutateMode", "ranks as threads"),
-    Private("torch._subclasses.fake_tensor.FakeTensorMode", "_mode_key", "cuts by FLOPs"),
-    Private("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.unpack_hook", _FUSED),
-    Private("torch._C", "_len_torch_dispatch_stack _get_tracing_state _dispatch_keys", _PYTHON),
-    Private("torch._C._functorch", "peek_interpreter_stack", _PYTHON),
-    Private("torch.autograd.forward_ad", "_current_level", _PYTHON),
-    Private("torch", "_is_functional_tensor", _PYTHON),
-    Private("torch.autograd.profiler", "_is_profiler_enabled", "the Python executor"),
-    Private(_C10D, "_new_process_group_helper _world GroupName", _GROUPS),
+    Private("torch.Tensor", "_version", "changes in place", f"{_REPLICATED}, split, {_PYTHON}"),
+    Private("torch.Tensor", "_cdata", "a parameter's address, for the extension", "replicas with a split backward"),
+    Private(
+        "torch.Tensor", "_backward_hooks", "a parameter's hooks, to be refused or shared", "tied weights, two routes"
+    ),
+    Private("torch.Tensor", "_post_accumulate_grad_hooks", "the same", "tied weights, two routes, fused_weight_grad"),
+    Private("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype", "the bits of torch's norms", _NORM),
+    Private("torch", "_foreach_norm", "the bits of torch's norms", _NORM),
+    Private("torch.ops.aten", "_unsafe_view", "the bits of aten::linear", _PYTHON),
+    Private("torch._subclasses.fake_tensor", "FakeTensorMode", "FLOPs without computing", "cuts by FLOPs"),
+    Private("torch._C", "_current_graph_task_id", "which backward a thread runs", f"add_loss, {_PYTHON}"),
+    Private("torch._C", "_current_autograd_node", "what a reentrant checkpoint recomputes", _PYTHON),
+    Private(_reentrant_node, "_forward_cls", "the nodes of Python's functions", f"random numbers, {_PYTHON}"),
+    Private("torch._C._autograd", "_get_sequence_nr", "nodes created by a recompute", "random numbers of stages"),
+    Private("torch._C._autograd", "_top_saved_tensors_default_hooks", "hooks of saved tensors, in other threads", _ALL),
+    Private(
+        "torch.overrides", "_get_current_function_mode_stack _push_mode _pop_mode", "modes, in other threads", _ALL
+    ),
+    Private("torch._C", "_stash_obj_in_tls _get_obj_in_tls _is_key_in_tls", "the turns of a pair", "all_to_all"),
+    Private("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack _push_mode _pop_mode", "the same", _ALL),
+    Private(
+        "torch.autograd.graph", "_CloneArgBeforeMutateMode", "a mode that threads cannot share", "ranks as threads"
+    ),
+    Private(
+        "torch._subclasses.fake_tensor.FakeTensorMode", "_mode_key", "a mode's place on the stack", "cuts by FLOPs"
+    ),
+    Private(
+        "torch.utils.checkpoint",
+        "_checkpoint_hook.__init__.<locals>.unpack_hook",
+        "a recompute on the call stack",
+        _FUSED,
+    ),
+    Private("torch._C", "_len_torch_dispatch_stack _get_tracing_state _dispatch_keys", "what traces a graph", _PYTHON),
+    Private("torch._C._functorch", "peek_interpreter_stack", "what transforms a graph", _PYTHON),
+    Private("torch.autograd.forward_ad", "_current_level", "whether forward mode is on", _PYTHON),
+    Private("torch", "_is_functional_tensor", "what traces a graph", _PYTHON),
+    Private("torch.autograd.profiler", "_is_profiler_enabled", "whether to name actions", "the Python executor"),
+    Private(_C10D, "_new_process_group_helper _world GroupName", "groups created by their members only", _GROUPS),
     Private(
         "torch.distributed.ProcessGroup",
         "get_group_store _register_backend _get_backend _start_coalescing _end_coalescing",
+        "groups that end when they are dropped, and are aborted; two ways in one operation",
         "transports between processes",
     ),
-    Private("torch._C._distributed_c10d.Backend", "_get_sequence_number_for_group", _SHARDED),
+    Private(
+        "torch._C._distributed_c10d.Backend",
+        "_get_sequence_number_for_group",
+        "whether a collective began",
+        _SHARDED,
+    ),
     Private(
         _DDP,
         "reducer logger process_group module device parameters_to_ignore broadcast_buffers broadcast_bucket_size "
@@ -710,44 +734,53 @@ PRIVATE = (
         "_static_graph_delay_allreduce_enqueued _has_rebuilt_buckets _get_ddp_logging_data _delay_all_reduce_params "
         "_use_python_reducer _check_sync_bufs_pre_fwd _sync_buffers _sync_module_buffers _build_params_for_reducer "
         "_build_debug_param_to_name_mapping _ddp_init_helper",
+        "averages once per step, outside of a backward; new parameters",
         _REPLICATED,
     ),
-    Private("torch.distributed.Logger", "_set_static_graph", _REPLICATED),
-    Private("torch.distributed.Reducer", "_get_zeros_like_grad_buckets _run_comm_hook _set_static_graph", _REPLICATED),
-    Private("torch.distributed.GradBucket", "buffer set_buffer gradients parameters", _REPLICATED),
-    Private("torch.distributed.utils", "_sync_module_states", _REPLICATED),
-    Private("torch.distributed._composable.replicate", "DDP", "the refusal of replicate()"),
-    Private("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", _SHARDED),
+    Private("torch.distributed.Logger", "_set_static_graph", "a rebuilt reducer", _REPLICATED),
+    Private(
+        "torch.distributed.Reducer",
+        "_get_zeros_like_grad_buckets _run_comm_hook _set_static_graph",
+        "a bucket's average at any time",
+        _REPLICATED,
+    ),
+    Private("torch.distributed.GradBucket", "buffer set_buffer gradients parameters", "the same", _REPLICATED),
+    Private("torch.distributed.utils", "_sync_module_states", "new parameters", _REPLICATED),
+    Private("torch.distributed._composable.replicate", "DDP", "replicate(), to be refused", "its refusal"),
+    Private("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "FSDP's state of a module", _SHARDED),
     Private(
         f"{_FSDP}._fsdp_state.FSDPState",
         "_fsdp_param_groups|_fsdp_param_group _modules _is_root _lazy_init _state_ctx "
         "_root_post_backward_final_callback",
+        "gradients reduced once per step",
         _SHARDED,
     ),
-    Private(f"{_FSDP}._fsdp_state.FSDPStateContext", "is_last_backward", _SHARDED),
+    Private(f"{_FSDP}._fsdp_state.FSDPStateContext", "is_last_backward", "the same", _SHARDED),
     Private(
         f"{_FSDP}._fsdp_param_group.FSDPParamGroup",
         "post_forward_mesh_info reshard_after_backward reduce_grads all_reduce_grads fsdp_params mesh_info device "
         "unshard wait_for_unshard reshard post_backward gradient_divide_factor force_sum_reduction_for_comms "
         "_all_gather_result",
+        "the same",
         _SHARDED,
     ),
     Private(
         f"{_FSDP}._fsdp_param.FSDPParam",
         "sharded_param _sharded_param_data _unsharded_param param_dtype reduce_dtype unsharded_accumulated_grad "
         "accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed",
+        "gradients of gathered parameters",
         _SHARDED,
     ),
-    Private(_COLLECTIVES, "AsyncCollectiveTensor", "tensor-parallel stages"),
-    Private(f"{_COLLECTIVES}.AsyncCollectiveTensor", "elem", "profiles of tensor-parallel stages"),
-    Private("torch.distributed.pipelining.stage", "_PipelineStageBase", "stages of torch's"),
-    Private("torch.distributed.pipelining._IR", "Pipe", "traced models"),
-    Private("/proc", "self/stat self/ns/pid sys/kernel/random/boot_id", _DEATHS),
-    Private("sys", "_current_frames", "reports of slow steps"),
-    Private("os", "pidfd_open", _DEATHS),
+    Private(_COLLECTIVES, "AsyncCollectiveTensor", "outputs that are not complete", "tensor-parallel stages"),
+    Private(f"{_COLLECTIVES}.AsyncCollectiveTensor", "elem", "bytes that stages hold", "profiles of such stages"),
+    Private("torch.distributed.pipelining.stage", "_PipelineStageBase", "stages of torch's", "stages of torch's"),
+    Private("torch.distributed.pipelining._IR", "Pipe", "traced models", "traced models"),
+    Private("/proc", "self/stat self/ns/pid sys/kernel/random/boot_id", "which processes share a host", _DEATHS),
+    Private("sys", "_current_frames", "where a slow rank is in Python", "reports of slow steps"),
+    Private("os", "pidfd_open", "an exit wakes waiting ranks", _DEATHS),
 )
-CUDA = Private("torch._C", "_cuda_endAllocateToPool _cuda_releasePool", "cuda_graph=True")
-NCCL = Private("torch.distributed.ProcessGroupNCCL.Options", "_timeout", "NCCL")
+CUDA = Private("torch._C", "_cuda_endAllocateToPool _cuda_releasePool", "a recording that failed", "cuda_graph=True")
+NCCL = Private("torch.distributed.ProcessGroupNCCL.Options", "_timeout", "when NCCL gives up", "NCCL")
 
 
 def private_names() -> list[Private]:
