@@ -1,4 +1,7 @@
-"""The arguments of a Pipeline, and their checks before anything is built."""
+"""The arguments of a Pipeline in four groups, and their checks before anything is built.
+
+The group of batches is in `fastpipe.runtime.step.inputs`, as it is used in every step.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,9 @@ _LONGEST = 1e9
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """All arguments of a Pipeline; attributes as of `fastpipe.Pipeline`. Those that a step uses are in `batch`."""
+class ModelArguments:
+    """The model and its partition; attributes as of `fastpipe.Pipeline`."""
 
-    batch: BatchArguments
     stages: Stages
     partition: str | Sequence[int]
     example: Any
@@ -48,45 +50,13 @@ class Arguments:
     data_parallel: Any
     device: str | torch.device | None
     cache_carried: bool
-    schedule: str | Schedule
-    num_microbatches: int | None
-    num_ranks: int | None
-    stages_per_rank: int | None
-    schedule_options: Mapping[str, Any] | None
-    stage_to_rank: Sequence[int] | None
-    recv_lookahead: int | str
-    executor: str
-    transport: str | Transport
-    timeout: float
-    group: Any
-    mesh: Any
-    overlap: str
-    forward_context: ContextFactory | None
-    backward_context: ContextFactory | None
-    cuda_graph: bool
-    warn_after: float | None
-    audit: float | None
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Arguments:
-        """From the arguments by name."""
-        batch = {field.name: given[field.name] for field in fields(BatchArguments)}
-        return cls(BatchArguments(**batch), **{f.name: given[f.name] for f in fields(cls) if f.name != "batch"})
 
     def check(self) -> None:
         """Check what does not depend on the model.
 
         Raises:
-            ValueError, TypeError: naming the argument.
+            ValueError: naming the argument.
         """
-        self.batch.check()
-        self._check_execution()
-        self._check_model()
-        self._check_schedule()
-        self._check_audit()
-        check_contexts(self.forward_context, self.backward_context)
-
-    def _check_model(self) -> None:
         check_policy(self.recompute)
         check_grad_dtype(self.grad_dtype)
         _check_switch("fused_weight_grad", self.fused_weight_grad)
@@ -95,7 +65,21 @@ class Arguments:
         if not (_is_list(groups) and all(isinstance(names, Sequence) for names in groups)):
             raise ValueError(f"tied = {self.tied!r}: give a list of groups of names, as in [('0.weight', '11.weight')]")
 
-    def _check_schedule(self) -> None:
+
+@dataclass(frozen=True)
+class ScheduleArguments:
+    """The schedule; attributes as of `fastpipe.Pipeline`."""
+
+    schedule: str | Schedule
+    num_microbatches: int | None
+    num_ranks: int | None
+    stages_per_rank: int | None
+    schedule_options: Mapping[str, Any] | None
+    stage_to_rank: Sequence[int] | None
+    recv_lookahead: int | str
+
+    def check(self) -> None:
+        """Raises ValueError, with the argument's name, for values that are wrong for any schedule."""
         ranks = self.stage_to_rank
         if ranks is not None and not (_is_list(ranks) and all(is_whole(rank) for rank in ranks)):
             raise ValueError(f"stage_to_rank = {ranks!r}: give a list with the rank of every stage")
@@ -107,40 +91,6 @@ class Arguments:
             raise ValueError(f"recv_lookahead = {self.recv_lookahead}: give a whole number, or 'all'")
         if isinstance(self.schedule_options, Mapping) and not all(isinstance(k, str) for k in self.schedule_options):
             raise ValueError(f"schedule_options = {self.schedule_options!r}: its keys are the names of options")
-
-    def _check_execution(self) -> None:
-        if self.overlap not in ("auto", "always", "never"):
-            raise ValueError(f"overlap = {self.overlap!r}: use 'auto', 'always' or 'never'")
-        self.checked_warn_after()
-        if self.overlap == "always" and (dimensions := self.other_dimensions()):
-            raise ValueError(
-                f"overlap = 'always': stages run collectives over {', '.join(dimensions)}, which all ranks must "
-                "start in one order, and a forward and a backward in two threads would not; use 'auto', which overlaps "
-                "them at fastpipe.all_to_all, or 'never'"
-            )
-        ended = [name for name in self.other_dimensions() if MeshGroups.have_ended(name, self.mesh.get_group(name))]
-        if ended:
-            raise ValueError(
-                f"mesh: its groups over {', '.join(ended)} have ended, as a step failed in a stage that used them; "
-                "start the processes again, or make a mesh in which these dimensions have other names"
-            )
-        _check_switch("cuda_graph", self.cuda_graph)
-        if self.audit is not None and not (_is_seconds(self.audit) and self.audit <= 1):
-            raise ValueError(
-                f"audit = {self.audit!r}: give the share of the microbatches of stages that another rank computes "
-                "again, 0.05 for example, or None"
-            )
-
-    def _check_audit(self) -> None:
-        others = {
-            "data_parallel": self.data_parallel is not None,
-            "mesh": self.mesh is not None,
-            "fused_weight_grad": self.fused_weight_grad,
-            "cache_carried": self.cache_carried,
-            "cuda_graph": self.cuda_graph,
-        }
-        for name in (name for name, is_given in others.items() if is_given and self.audit is not None):
-            raise ValueError(f"audit and {name}: a stage cannot be computed again with {name}; leave one of them out")
 
     def find_num_ranks(self, num_processes: int) -> int:
         """The number of ranks: that of the schedule or of the user; default: the number of processes.
@@ -173,6 +123,52 @@ class Arguments:
         if isinstance(self.schedule, Schedule):
             return self.schedule.num_microbatches
         raise ValueError("num_microbatches is missing: give the number of microbatches of a batch")
+
+
+@dataclass(frozen=True)
+class ExecutionArguments:
+    """Executor, transport and process groups; attributes as of `fastpipe.Pipeline`."""
+
+    executor: str
+    transport: str | Transport
+    timeout: float
+    group: Any
+    mesh: Any
+    overlap: str
+    forward_context: ContextFactory | None
+    backward_context: ContextFactory | None
+    cuda_graph: bool
+    warn_after: float | None = None
+    audit: float | None = None
+
+    def check(self) -> None:
+        """Check what does not depend on the model.
+
+        Raises:
+            ValueError, TypeError: naming the argument.
+        """
+        check_contexts(self.forward_context, self.backward_context)
+        if self.overlap not in ("auto", "always", "never"):
+            raise ValueError(f"overlap = {self.overlap!r}: use 'auto', 'always' or 'never'")
+        self.checked_warn_after()
+        if self.overlap == "always" and (dimensions := self.other_dimensions()):
+            raise ValueError(
+                f"overlap = 'always': stages run collectives over {', '.join(dimensions)}, which all ranks must "
+                "start in one order, and a forward and a backward in two threads would not; use 'auto', which overlaps "
+                "them at fastpipe.all_to_all, or 'never'"
+            )
+        ended = [name for name in self.other_dimensions() if MeshGroups.have_ended(name, self.mesh.get_group(name))]
+        if ended:
+            raise ValueError(
+                f"mesh: its groups over {', '.join(ended)} have ended, as a step failed in a stage that used them; "
+                "start the processes again, or make a mesh in which these dimensions have other names"
+            )
+        _check_switch("cuda_graph", self.cuda_graph)
+        if self.audit is not None and not (_is_seconds(self.audit) and self.audit <= 1):
+            raise ValueError(
+                f"audit = {self.audit!r}: give the share of the microbatches of stages that another rank computes "
+                "again, 0.05 for example, or None"
+            )
 
     def checked_timeout(self) -> float:
         """The timeout in seconds; infinity is allowed.
@@ -323,18 +319,58 @@ class Arguments:
             transport = self.transport
         return queues_in_force() if transport.needs_queues and device.type == "cuda" else None
 
+
+@dataclass(frozen=True)
+class Arguments:
+    """All arguments of a Pipeline."""
+
+    model: ModelArguments
+    schedule: ScheduleArguments
+    batch: BatchArguments
+    execution: ExecutionArguments
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Arguments:
+        """The groups of arguments by name; each group takes its own."""
+        groups: Any = ModelArguments, ScheduleArguments, BatchArguments, ExecutionArguments
+        return cls(*(group(**{field.name: given[field.name] for field in fields(group)}) for group in groups))
+
+    def check(self) -> None:
+        """Check what does not depend on the model.
+
+        Raises:
+            ValueError: naming the argument.
+        """
+        self.batch.check()
+        self.execution.check()
+        self.model.check()
+        self.schedule.check()
+        self._check_audit()
+
+    def _check_audit(self) -> None:
+        model, execution = self.model, self.execution
+        others = {
+            "data_parallel": model.data_parallel is not None,
+            "mesh": execution.mesh is not None,
+            "fused_weight_grad": model.fused_weight_grad,
+            "cache_carried": model.cache_carried,
+            "cuda_graph": execution.cuda_graph,
+        }
+        for name in (name for name, is_given in others.items() if is_given and execution.audit is not None):
+            raise ValueError(f"audit and {name}: a stage cannot be computed again with {name}; leave one of them out")
+
     @property
     def signature(self) -> dict[str, str]:
         """The values that must be the same on every rank, by argument; without defaults."""
-        where, reduction = self.chosen_transport, self.batch.loss_reduction
+        where, reduction = self.execution.chosen_transport, self.batch.loss_reduction
         values = {"transport": where} if isinstance(where, str) and where != "auto" else {}
         values |= {"loss_reduction": _text(reduction)} if reduction != "mean" else {}
         values |= {"split": _text(self.batch.split)} if self.batch.split is not None else {}
-        values |= {"grad_dtype": str(self.grad_dtype)} if self.grad_dtype is not None else {}
-        values |= {"cache_carried": "True"} if self.cache_carried else {}
-        if self.overlap != "auto" and self.other_dimensions():
+        values |= {"grad_dtype": str(self.model.grad_dtype)} if self.model.grad_dtype is not None else {}
+        values |= {"cache_carried": "True"} if self.model.cache_carried else {}
+        if self.execution.overlap != "auto" and self.execution.other_dimensions():
             # pairs that take turns start collectives in another order
-            values |= {"overlap": self.overlap}
+            values |= {"overlap": self.execution.overlap}
         return values
 
 

@@ -138,7 +138,7 @@ def find_world(arguments: Arguments) -> World:
         StepError: if the store of the process group does not answer.
         ValueError: in a process that is not in the mesh or group.
     """
-    arguments.check_member()
+    arguments.execution.check_member()
     try:
         return _find_world(arguments)
     except FailureError as error:
@@ -158,18 +158,19 @@ def _find_world(arguments: Arguments) -> World:
                 errors.append(error)
             return instead
 
-    timeout = valid(arguments.checked_timeout, 600.0)
-    device = valid(lambda: find_device(arguments.stages, arguments.device), torch.device("cpu"))
-    group = valid(arguments.pipeline_group, None)
-    member = valid(lambda: membership(group_of(arguments.stages) if group is None else group, device, timeout), None)
+    model, execution = arguments.model, arguments.execution
+    timeout = valid(execution.checked_timeout, 600.0)
+    device = valid(lambda: find_device(model.stages, model.device), torch.device("cpu"))
+    group = valid(execution.pipeline_group, None)
+    member = valid(lambda: membership(group_of(model.stages) if group is None else group, device, timeout), None)
     if member is None:  # the error is raised when all processes know it
         member = membership(None, device, timeout)
     valid(member.check_job, None)
     here = ranks_per_host(timeout)
     control = Control()
-    meets = valid(arguments.other_dimensions, {}) if group is not None else {}
+    meets = valid(execution.other_dimensions, {}) if group is not None else {}
     if member.size > 1 or meets:  # also of one rank, whose stages meet those of other pipelines
-        pipelines = valid(arguments.pipelines, {}) if meets else {}
+        pipelines = valid(execution.pipelines, {}) if meets else {}
         member = member.named()
         control = _control(member, member.store(), timeout, here, pipelines)
     cores = valid(lambda: find_cores(member.size, device), Cores())
@@ -231,25 +232,26 @@ def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
         if world.errors:
             raise world.errors.pop()  # it has frames that have the list
         arguments.check()
+        model, given, execution = arguments.model, arguments.schedule, arguments.execution
         size = world.member.size
-        num_ranks = arguments.find_num_ranks(size)
-        if num_ranks > 1 == size and (meets := arguments.other_dimensions()):
+        num_ranks = given.find_num_ranks(size)
+        if num_ranks > 1 == size and (meets := execution.other_dimensions()):
             raise ValueError(
                 f"num_ranks = {num_ranks}: ranks that are threads would start the collectives of their stages over "
                 f"{', '.join(meets)} in any order; start one process per rank with torchrun"
             )
         world.ranks_per_host.join(num_ranks if world.is_single_process else 1)
-        lanes = arguments.lanes(num_ranks, size)
-        options = options_with_stages(arguments.schedule, arguments.schedule_options, arguments.stages_per_rank)
-        queues = arguments.queues(world.device, size)
-        order = (arguments.schedule, num_ranks, options, arguments.stage_to_rank)
-        programs = Programs(*order, lanes, arguments.recv_lookahead, queues)
-        num_microbatches = arguments.find_num_microbatches()
+        lanes = execution.lanes(num_ranks, size)
+        options = options_with_stages(given.schedule, given.schedule_options, given.stages_per_rank)
+        queues = execution.queues(world.device, size)
+        order = (given.schedule, num_ranks, options, given.stage_to_rank)
+        programs = Programs(*order, lanes, given.recv_lookahead, queues)
+        num_microbatches = given.find_num_microbatches()
         schedule = programs.schedule(num_microbatches)
         programs.program(num_microbatches, forward_only=False)
         arguments.batch.check_loss_parameters(schedule)
-        partition = arguments.partition
-        costs = costs_here(arguments.stages, partition, arguments.example, world.member.rank)
+        partition = model.partition
+        costs = costs_here(model.stages, partition, model.example, world.member.rank)
         unit = MEASURED.get(partition, "") if isinstance(partition, str) else ""
         seed = torch.initial_seed() if arguments.batch.rng == PER_MICROBATCH else None
         request = BuildRequest(programs, num_microbatches, costs, unit, seed)
@@ -299,10 +301,11 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
     Raises:
         TypeError, ValueError: naming the argument.
     """
+    model = arguments.model
     placement = request.schedule.placement
-    layers = as_layers(arguments.stages)
-    stages = arguments.stages if layers is None else layers
-    cuts = [] if layers is None else layer_ranges(layers, placement.num_stages, arguments.partition)
+    layers = as_layers(model.stages)
+    stages = model.stages if layers is None else layers
+    cuts = [] if layers is None else layer_ranges(layers, placement.num_stages, model.partition)
     ranks = list(range(placement.num_ranks)) if world.is_single_process else [world.member.rank]
     local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
     cut = "" if layers is None else cut_text(layers, cuts, request.unit, request.costs)
@@ -311,17 +314,17 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
     modules = own_modules(build_modules(stages, placement.num_stages, local, cuts))
     check_device(modules, world.device)
     rest = RestOfModel(layers, modules)
-    ties = find_ties(layers, modules, placement.num_stages, cuts, arguments.tied)
+    ties = find_ties(layers, modules, placement.num_stages, cuts, model.tied)
     share(ties, modules)
     on_meta_here = [index for index, module in modules.items() if on_meta([module])]
-    if arguments.data_parallel is not None:
-        modules = _replicated(modules, arguments.data_parallel, on_meta_here)
+    if model.data_parallel is not None:
+        modules = _replicated(modules, model.data_parallel, on_meta_here)
     for index, module in modules.items():
         check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes)
     by_rank = modules_by_rank(placement, ranks, modules)
 
     def stages_of(modules: Mapping[int, nn.Module]) -> dict[int, Stage]:
-        held = held_tensors(placement, arguments.cache_carried)
+        held = held_tensors(placement, model.cache_carried)
         return {
             index: _make_stage(index, module, placement, held, arguments, request, world)
             for index, module in modules.items()
@@ -363,25 +366,26 @@ def _make_stage(
     request: BuildRequest,
     world: World,
 ) -> Stage:
+    model, execution = arguments.model, arguments.execution
     sends = any(len(set(route[index : index + 2])) > 1 for route in placement.routes)
     stage = Stage(
         index,
         module,
         placement.num_stages,
         arguments.batch.loss_fn,
-        recompute_of(arguments.recompute, index, module),
-        (arguments.forward_context, arguments.backward_context),
-        fused_weight_grad=arguments.fused_weight_grad,
-        grad_dtype=arguments.grad_dtype,
-        mesh=arguments.mesh,
+        recompute_of(model.recompute, index, module),
+        (execution.forward_context, execution.backward_context),
+        fused_weight_grad=model.fused_weight_grad,
+        grad_dtype=model.grad_dtype,
+        mesh=execution.mesh,
         treespecs=None if world.device.type == "cpu" else TreespecCache(index, world.device),
         why_one_tensor=(why_too_few() or "") if sends and request.programs.queues is not None else "",
-        wrapped=arguments.data_parallel is not None,
+        wrapped=model.data_parallel is not None,
         held=held,
     )
-    if arguments.grad_dtype is not None:
-        check_not_sharded(index, stage.parallel, arguments.grad_dtype)
-        set_grad_dtype(module, arguments.grad_dtype)
+    if model.grad_dtype is not None:
+        check_not_sharded(index, stage.parallel, model.grad_dtype)
+        set_grad_dtype(module, model.grad_dtype)
     return stage
 
 
@@ -393,21 +397,23 @@ def agree_on_stages(
     Returns:
         The arguments as `build_stages` takes them, the local stages, and the executor class.
     """
+    execution = arguments.execution
     schedule = request.schedule
 
     def make() -> tuple[tuple[Arguments, LocalStages, type[Executor]], Reply]:
-        partition = cut_by(arguments.partition, request.costs, schedule.num_stages)
+        partition = cut_by(arguments.model.partition, request.costs, schedule.num_stages)
         audits = _audits(arguments, schedule, world)
-        stages, tied = from_torch(arguments.stages, schedule.num_stages, arguments.tied)
-        resolved = replace(arguments, partition=partition, stages=stages, tied=tied)
+        stages, tied = from_torch(arguments.model.stages, schedule.num_stages, arguments.model.tied)
+        model = replace(arguments.model, partition=partition, stages=stages, tied=tied)
+        resolved = replace(arguments, model=model)
         local = build_stages(resolved, request, world, audits=audits)
-        check_audited(arguments.audit, local.stages)
-        arguments.check_replicas(local.stages)
+        check_audited(execution.audit, local.stages)
+        execution.check_replicas(local.stages)
         _check_groups(local.stages)
-        executor = executor_class(arguments.executor, world.device)
+        executor = executor_class(execution.executor, world.device)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
         values = request.signature(arguments, world.member.size)
-        values |= {"audit": f"{arguments.audit} on {computes_on(world.device)}"} if audits else {}
+        values |= {"audit": f"{execution.audit} on {computes_on(world.device)}"} if audits else {}
         values |= {"tied": str(apart)} if apart else {}
         values |= {"partition": local.cut.partition(";")[0]} if local.cut else {}
         message: Reply = {"arguments": values, "seed": request.seed, "names": _names_taken(local.stages)}
@@ -477,10 +483,10 @@ def _set_later(stages: Sequence[Stage], messages: Sequence[Mapping[str, list[str
 
 def _audits(arguments: Arguments, schedule: Schedule, world: World) -> bool:
     """Whether steps are audited; logs a warning if they should be, and the device does not compute equal bits."""
-    share = arguments.audit
+    share = arguments.execution.audit
     if share is None:
         return False
-    check_audit(share, schedule.placement, world.member.size, arguments.stages)
+    check_audit(share, schedule.placement, world.member.size, arguments.model.stages)
     if reason := why_not_reproducible(world.device):
         logger.warning("audit = %s: %s; nothing is audited", share, reason)
     return not reason
@@ -488,12 +494,13 @@ def _audits(arguments: Arguments, schedule: Schedule, world: World) -> bool:
 
 def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Transport:
     """Create the transport between the ranks. Collective."""
-    if isinstance(arguments.transport, Transport):
-        return arguments.transport
+    execution = arguments.execution
+    if isinstance(execution.transport, Transport):
+        return execution.transport
     if world.is_single_process:
         return Loopback()
     return select_transport(
-        arguments.chosen_transport,
+        execution.chosen_transport,
         exchange=world.control.exchange_within,
         member=replace(world.member, lost=world.control.lost),
         device=world.device,
@@ -512,12 +519,12 @@ def make_steps(
     executor: type[Executor],
 ) -> Steps:
     """What runs the steps of stages and programs over a transport. Collective."""
-    device = world.device
+    execution, device = arguments.execution, world.device
     placement = request.schedule.placement
-    streams = wants_streams(device, arguments.overlap, local.by_rank.values())
+    streams = wants_streams(device, execution.overlap, local.by_rank.values())
     cores = len(os.sched_getaffinity(0))
-    dimensions = list(arguments.other_dimensions())
-    policy = pair_policy(arguments.overlap, world.ranks_per_host.count(), cores, device, streams, dimensions)
+    dimensions = list(execution.other_dimensions())
+    policy = pair_policy(execution.overlap, world.ranks_per_host.count(), cores, device, streams, dimensions)
     runtime = native.load() if executor is NativeExecutor else None
     threads, pairs = len(local.by_rank) > 1, policy.way != IN_ORDER
     random = RandomNumbers(device, seed=request.seed, threads=threads, pairs=pairs, runtime=runtime)
@@ -531,13 +538,13 @@ def make_steps(
     if not local.on_meta:
         copies.equalise()
     refusal = why_not(device, local.by_rank, transport, copies)
-    if arguments.cuda_graph and refusal:
+    if execution.cuda_graph and refusal:
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
     in_mesh = dimensions if isinstance(world.control, MeshControl) else ()
-    mesh_groups = MeshGroups({name: arguments.mesh.get_group(name) for name in in_mesh}, device)
+    mesh_groups = MeshGroups({name: execution.mesh.get_group(name) for name in in_mesh}, device)
     for stage in local.stages if in_mesh else ():
         stage.leave_mesh = mesh_groups.end
-    ranks = (RecordedRanks if arguments.cuda_graph and not refusal else LocalRanks)(
+    ranks = (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
         stages=local.by_rank,
         executor=executor,
         transport=transport,
@@ -551,8 +558,8 @@ def make_steps(
     )
     audit = None
     if local.audited:
-        assert arguments.audit is not None
-        audit = Audit(arguments.audit, local.audited, transport.exchange, world.control, device)
+        assert execution.audit is not None
+        audit = Audit(execution.audit, local.audited, transport.exchange, world.control, device)
     unfilled = Unfilled(local.modules, device, local.ties) if local.on_meta else None
     steps = Steps(
         arguments.batch,
@@ -564,7 +571,7 @@ def make_steps(
         random,
         unfilled,
         local.rest,
-        warn_after=arguments.checked_warn_after(),
+        warn_after=execution.checked_warn_after(),
         audit=audit,
     )
     # a barrier: no rank waits in a step for one whose construction failed

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from fastpipe.hardware_queues import VARIABLE, queues_text
 from fastpipe.program import Op, Program
-from fastpipe.runtime.arguments import Arguments
+from fastpipe.runtime.arguments import ExecutionArguments
 from fastpipe.runtime.common import listed
 from fastpipe.runtime.construction import LocalStages
 from fastpipe.runtime.data_parallel import unwrapped
@@ -18,7 +18,9 @@ from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, RngUsage, Stage
 from fastpipe.runtime.step import Steps
 
 
-def describe(steps: Steps, local: LocalStages, arguments: Arguments, seed: int | None, num_microbatches: int) -> str:
+def describe(
+    steps: Steps, local: LocalStages, execution: ExecutionArguments, seed: int | None, num_microbatches: int
+) -> str:
     """The schedule, the local stages, their execution, and warnings."""
     with steps.copies.in_place():
         lines = _stages_lines(steps, local, seed, num_microbatches)
@@ -30,9 +32,9 @@ def describe(steps: Steps, local: LocalStages, arguments: Arguments, seed: int |
         lines.append("meta        stages are built on the meta device: to_empty or load them before the first step")
     if steps.control.remark:
         lines.append(f"control     {steps.control.remark}")
-    if arguments.audit is not None:
+    if execution.audit is not None:
         lines.append(f"audit       {steps.audit or 'no: the device may not compute the same bits twice'}")
-    if arguments.cuda_graph:
+    if execution.cuda_graph:
         lines.append(f"cuda graph  {steps.ranks.recording_text()}")
     if steps.programs.has_pairs(num_microbatches) or steps.ranks.pair_counts().total:
         program = steps.programs.program(num_microbatches, forward_only=False)

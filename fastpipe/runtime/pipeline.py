@@ -15,7 +15,7 @@ from torch import nn
 from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts, Plan
-from fastpipe.runtime.arguments import Arguments
+from fastpipe.runtime.arguments import Arguments, ModelArguments
 from fastpipe.runtime.common import ForkGuard
 from fastpipe.runtime.construction import (
     BuildRequest,
@@ -577,21 +577,22 @@ class Pipeline:
         self._steps.all_gather("replan, programs", prepare)
         request = replace(self._build, programs=made[0], num_microbatches=schedule.num_microbatches)
         if rebuilds:
-            changed = replace(self._arguments, partition=counts or present or "layers")
-            self._rebuild(changed if recompute is None else replace(changed, recompute=recompute), request)
+            model = replace(self._arguments.model, partition=counts or present or "layers")
+            self._rebuild(model if recompute is None else replace(model, recompute=recompute), request)
         else:
             self._build, self.num_microbatches = request, schedule.num_microbatches
             self._steps.follow(request.programs)
         logger.info("%s", self.describe())
 
-    def _rebuild(self, arguments: Arguments, request: BuildRequest) -> None:
+    def _rebuild(self, model: ModelArguments, request: BuildRequest) -> None:
         """Build other stages of the same layers; all ranks are threads of this process."""
         if self._local.layer_counts is None:
-            arguments = replace(arguments, stages=dict(self.stage_modules))
+            model = replace(model, stages=dict(self.stage_modules))
         self._steps.check_filled()
         former, finalizer = self._steps, self._finalizer
-        local = build_stages(replace(arguments, data_parallel=None), request, self._world)
-        self._start(arguments, request, local)
+        unwrapped = replace(self._arguments, model=replace(model, data_parallel=None))
+        local = build_stages(unwrapped, request, self._world)
+        self._start(replace(self._arguments, model=model), request, local)
         self._steps.random.step_count, self._steps.loss_scale = former.random.step_count, former.loss_scale
         # only now, as a module may refuse what the plan needs, a copy for example
         finalizer.detach()
@@ -600,7 +601,7 @@ class Pipeline:
 
     def describe(self) -> str:
         """A description of the pipeline in a few lines: schedule, placement, executor, transport and options."""
-        return describe(self._steps, self._local, self._arguments, self._build.seed, self.num_microbatches)
+        return describe(self._steps, self._local, self._arguments.execution, self._build.seed, self.num_microbatches)
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"

@@ -407,7 +407,7 @@ def _reference(
             rng=None if pipe._build.seed is None else PER_MICROBATCH,
             seed=pipe._build.seed,
             step_count=step_count,
-            partition=pipe._arguments.partition,
+            partition=pipe._arguments.model.partition,
             metrics=arguments.metrics,
             grad_dtype=pipe.grad_dtype,
             loss_scale=pipe._steps.scale_now(),

@@ -12,7 +12,7 @@ from fastpipe.hardware_queues import VARIABLE
 
 torch = pytest.importorskip("torch")
 
-from fastpipe.runtime.arguments import Arguments  # noqa: E402
+from fastpipe.runtime.arguments import ExecutionArguments  # noqa: E402
 from fastpipe.runtime.step.programs import Programs  # noqa: E402
 from fastpipe.runtime.transport import Loopback  # noqa: E402
 
@@ -56,8 +56,8 @@ def test_only_streams_of_cuda_between_processes_share_queues(monkeypatch: pytest
     monkeypatch.delenv("FASTPIPE_TRANSPORT", raising=False)
 
     def queues(transport: Any, device: Any, num_processes: int) -> int | None:
-        others: dict[str, Any] = dict.fromkeys(field.name for field in fields(Arguments))
-        return Arguments(**{**others, "transport": transport}).queues(device, num_processes)
+        others: dict[str, Any] = dict.fromkeys(field.name for field in fields(ExecutionArguments))
+        return ExecutionArguments(**{**others, "transport": transport}).queues(device, num_processes)
 
     for transport in ("auto", "process_group", "process_group_coalesced"):
         assert queues(transport, cuda, 2) == 1
@@ -84,7 +84,7 @@ class Summed(torch.nn.Module):
 
 
 def test_several_tensors_are_refused_as_each_is_a_message_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arguments, "queues", lambda *_: 1)
+    monkeypatch.setattr(ExecutionArguments, "queues", lambda *_: 1)
     x = torch.ones(4, 2)
     one = fastpipe.Pipeline([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], "1f1b", 4, torch.nn.MSELoss(), num_ranks=2)
     assert one.step(x, target=x).loss.isfinite()
@@ -95,7 +95,7 @@ def test_several_tensors_are_refused_as_each_is_a_message_of_its_own(monkeypatch
 
 
 def test_within_a_rank_nothing_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arguments, "queues", lambda *_: 1)
+    monkeypatch.setattr(ExecutionArguments, "queues", lambda *_: 1)
     x = torch.ones(4, 2)
     layers = [torch.nn.Linear(2, 2), Twice(), Summed(), torch.nn.Linear(2, 2)]
     pipe = fastpipe.Pipeline(layers, "zbv", 4, torch.nn.MSELoss(), num_ranks=2)
