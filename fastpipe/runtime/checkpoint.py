@@ -61,7 +61,7 @@ from fastpipe.placement import is_whole
 from fastpipe.runtime.common import Failure, FailureError, attended, cause_text, listed, torch_private, waiting
 from fastpipe.runtime.coordination import Control, Reply
 from fastpipe.runtime.pipeline import Pipeline
-from fastpipe.runtime.transport import side_group
+from fastpipe.runtime.transport import drop_side_group, side_group
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Names = Mapping[int, str]
@@ -443,7 +443,11 @@ def save_checkpoint(
 
         def write_aside() -> None:
             with _errors_of_dcp(call, side), peers.explained():
-                attended(lambda: _write(writers[0], state, side), peers.lost, timedelta.max)
+                try:
+                    attended(lambda: _write(writers[0], state, side), peers.lost, timedelta.max)
+                except Exception:  # raised again; errors within DCP's steps, of which all learn, are BaseExceptions
+                    drop_side_group("save_checkpoint", group)
+                    raise
 
         started.append(_in_background(write_aside, path))
 

@@ -60,7 +60,7 @@ from fastpipe.runtime.checkpoint import (
 from fastpipe.runtime.common import attended, bit_sum, call_in_thread, dense_all, local_part, packing, torch_private
 from fastpipe.runtime.coordination import Replies, Reply, host_name, job_name, shares_store
 from fastpipe.runtime.pipeline import Pipeline
-from fastpipe.runtime.transport import side_group
+from fastpipe.runtime.transport import drop_side_group, side_group
 
 _MAGIC = b"fastpip4"
 _HEADER = struct.Struct("<8sqq20s")  # magic, sum of the block, step count, layout
@@ -290,10 +290,14 @@ class MemoryCheckpoint:
         """Send this rank's copy to other hosts, and receive theirs; in a thread."""
         own = self._slots[self._rank]
         others = [slots for rank, slots in self._slots.items() if rank != self._rank]
-        works: list[Any] = [dist.irecv(slots.file.memory, slots.rank, group=self._group) for slots in others]
-        works += [dist.isend(own.file.memory, holder, group=self._group) for holder in self._holders]
-        for work in works:
-            work.wait()
+        try:
+            works: list[Any] = [dist.irecv(slots.file.memory, slots.rank, group=self._group) for slots in others]
+            works += [dist.isend(own.file.memory, holder, group=self._group) for holder in self._holders]
+            for work in works:
+                work.wait()
+        except RuntimeError:  # raised again; for the next MemoryCheckpoint
+            drop_side_group("MemoryCheckpoint", None)
+            raise
         for slots in others:
             slots.publish(generation)
 

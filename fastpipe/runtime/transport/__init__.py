@@ -10,6 +10,7 @@ from __future__ import annotations
 from fastpipe.runtime.transport.groups import (
     Membership,
     MeshGroups,
+    drop_side_group,
     leave_groups,
     membership,
     ranks_per_host,

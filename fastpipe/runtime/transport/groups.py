@@ -154,6 +154,8 @@ def registered_group(group: Any, backend: str, timeout: timedelta) -> Any:
 def side_group(purpose: str, group: Any, timeout: float) -> Any:
     """A Gloo group of the same processes, for collectives in the background; one for each group and purpose.
 
+    Collective: it is created where a process has none, which is at first, and after `drop_side_group`.
+
     Args:
         purpose: what it is used for: two threads cannot use one group.
         group: of the script; None for all processes.
@@ -163,10 +165,19 @@ def side_group(purpose: str, group: Any, timeout: float) -> Any:
     """
     if not dist.is_initialized():
         return None
-    made = _side_groups.setdefault(group or dist.group.WORLD, {})
-    if purpose not in made:
-        made[purpose] = registered_group(group or dist.group.WORLD, "gloo", timedelta(seconds=timeout))
+    group = group or dist.group.WORLD
+    made = _side_groups.setdefault(group, {})
+    have = [False] * dist.get_world_size(group)
+    dist.all_gather_object(have, purpose in made, group)
+    if not all(have):
+        made[purpose] = registered_group(group, "gloo", timedelta(seconds=timeout))
     return made[purpose]
+
+
+def drop_side_group(purpose: str, group: Any) -> None:
+    """A collective has failed, after which Gloo's group cannot be used: the next `side_group` creates another one."""
+    if dist.is_initialized():
+        _side_groups.get(group or dist.group.WORLD, {}).pop(purpose, None)
 
 
 def _new_name(kind: str, ranks: tuple[int, ...]) -> str:
