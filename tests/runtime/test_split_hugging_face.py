@@ -181,7 +181,9 @@ def test_what_cannot_be_split_is_refused() -> None:
     albert = transformers.AutoModelForMaskedLM.from_config(
         transformers.AutoConfig.for_model("albert", intermediate_size=32, embedding_size=8, **config)
     )
-    with pytest.raises(ValueError, match="does not run albert.encoder.albert_layer_groups once.* layers as a list"):
+    with pytest.raises(
+        ValueError, match="does not run albert.encoder.albert_layer_groups once.*trace.* layers as a list"
+    ):
         fastpipe.split(albert, ids)
     with pytest.raises(ValueError, match="LlamaModel: .*ForCausalLM, .*has the head"):
         fastpipe.split(decoder("llama").model)
@@ -206,6 +208,25 @@ def test_what_cannot_be_split_is_refused() -> None:
         fastpipe.split(decoder("llama", return_dict=False))
     with pytest.raises(ValueError, match="add_cross_attention"):
         fastpipe.split(decoder("gpt2", add_cross_attention=True))
+
+
+def test_a_forward_with_dropout_of_its_own_is_refused_until_it_is_0() -> None:
+    """BART's forward calls a function: every stage would draw for it, and then others for its blocks."""
+    own = {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 32, "decoder_attention_heads": 4, "use_cache": False}
+    config = transformers.AutoConfig.for_model("bart", vocab_size=VOCABULARY, is_encoder_decoder=False, **own)
+    ids = padded_batch(2)[0]
+    with pytest.raises(ValueError, match="in training, its layers .*dropout.* set its probability to 0"):
+        fastpipe.split(transformers.BartForCausalLM(config), ids)
+    config.dropout = 0.0
+    assert len(fastpipe.split(transformers.BartForCausalLM(config), ids)) == 4
+
+
+def test_an_example_whose_output_has_nan_is_refused() -> None:
+    model = tried_model("mixtral")
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(ValueError, match="output on the example has NaN .*another example"):
+        fastpipe.split(model, padded_batch(2)[0])
 
 
 def test_a_forward_that_changes_hidden_states_between_blocks_is_refused() -> None:

@@ -25,7 +25,11 @@ from fastpipe.runtime.model.chain import SplitLayers, WholeNames, shallow
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Values of ``config.model_type`` that tests compare with the unsplit model; others need an example."""
 
-BY_HAND = "pass the layers as a list, each of which takes what the one before it returns"
+INSTEAD = (
+    "trace the model with torch's pipeline() (Traced models in docs/coming-from-torch.md), or pass the layers as a "
+    "list, each of which takes what the one before it returns"
+)
+"""What to do with a model that split refuses."""
 
 IGNORED = -100
 """Label of ignored tokens."""
@@ -189,6 +193,7 @@ class HuggingFaceStage(WholeNames):
         self._parts = whole, run, own
         self._no_cache = no_cache(model)
         torch_private.set_children(self, children_of(whole))
+        self.training = model.training
 
     def accepts(self) -> frozenset[str] | None:
         """The accepted keyword arguments."""
@@ -213,7 +218,8 @@ class HuggingFaceStage(WholeNames):
             x: the input, such as token ids, or hidden states, ``[rows, tokens, ...]``.
             named: the input by name, in the first stage; others as in the unsplit model, the same in every stage.
         """
-        _, run, blocks = self._parts
+        whole, run, blocks = self._parts
+        whole.training = self.training
         given = named.pop(self._main, None)
         if given is None and self.is_first:
             given = x
@@ -253,7 +259,7 @@ def _examine(model: Any, example: Collection[str], run: Callable[[], Any] | None
     if task is None:
         raise ValueError(
             f"model is a {name}: split takes models whose class name ends in {', '.join(_TASKS)}; give the one that "
-            f"has the head (of AutoModelForCausalLM, for example), or {BY_HAND}"
+            f"has the head (of AutoModelForCausalLM, for example), or {INSTEAD}"
         )
     _check_config(model.config)
     if kind in SUPPORTED and task is _NEXT:
@@ -293,7 +299,7 @@ def _parts(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
     holder, prefix = model, ""
     for name in blocks.split("."):
         if parameters_of(holder):
-            raise ValueError(f"model: {type(holder).__name__} has parameters beside its modules; {BY_HAND}")
+            raise ValueError(f"model: {type(holder).__name__} has parameters beside its modules; {INSTEAD}")
         found |= {prefix + key: part for key, part in children_of(holder).items() if part is not None and key != name}
         holder, prefix = holder.get_submodule(name), f"{prefix}{name}."
     return found
@@ -317,7 +323,7 @@ def _find_parts(model: Any, example: Collection[str], run: Callable[[], Any]) ->
     name = type(model).__name__
     lists = {path: part for path, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part)}
     if not lists:
-        raise ValueError(f"model: {name} has no list of blocks; {BY_HAND}")
+        raise ValueError(f"model: {name} has no list of blocks; {INSTEAD}")
     # the first of equals is the outermost
     blocks = max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()))
     parts = _parts(model, blocks)
@@ -336,7 +342,7 @@ def _find_parts(model: Any, example: Collection[str], run: Callable[[], Any]) ->
             handle.remove()
     order = [key for key, _ in calls]
     if [key for key in order if key in range(len(row))] != list(range(len(row))) or not hidden:
-        raise ValueError(f"model: {name} does not run {blocks} once, one after the other; {BY_HAND}")
+        raise ValueError(f"model: {name} does not run {blocks} once, one after the other; {INSTEAD}")
     begin, end = order.index(0), order.index(len(row) - 1)
     after = frozenset(order[end + 1 :])
     # parts for all blocks have no parameters, for example rotary embeddings; those that return hidden states are the
@@ -351,7 +357,7 @@ def _find_parts(model: Any, example: Collection[str], run: Callable[[], Any]) ->
     odd = [key for key, found in calls if str(key).startswith(base) and not isinstance(found, torch.Tensor)]
     odd = [key for key in odd if key not in everywhere]
     if odd:
-        raise ValueError(f"model: {name}.{odd[0]} does not return a tensor; {BY_HAND}")
+        raise ValueError(f"model: {name}.{odd[0]} does not return a tensor; {INSTEAD}")
     taken = inspect.signature(model.forward).parameters.keys()
     names = (_LLAMA.names & taken) | set(example) - {model.main_input_name, "labels"}
     length = len(calls[end][1]) if isinstance(calls[end][1], tuple) else 0
