@@ -170,6 +170,53 @@ def test_a_stage_has_its_own_modules_only() -> None:
     ]
 
 
+def assert_unsplit_step(pipe: fastpipe.Pipeline, model: Any) -> None:
+    """A step with the unsplit model's loss and gradients, up to rounding."""
+    ids, mask, labels = padded_batch(9)
+    result = pipe.step(input_ids=ids, attention_mask=mask, labels=labels)
+    found = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    expected = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    expected.backward()
+    torch.testing.assert_close(result.loss, expected.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks"), [("1f1b", 2), ("1f1b", LAYERS), ("interleaved_zb", 2), ("dualpipe", 2)]
+)
+def test_a_module_in_several_blocks(schedule: str, num_ranks: int, executor: str) -> None:
+    """In this process each later stage has a twin of it, and so of what holds it."""
+    model = decoder("llama")
+    for block in model.model.layers[1:]:
+        block.mlp = model.model.layers[0].mlp
+    layers = fastpipe.split(model)
+    options: dict[str, Any] = {"loss_reduction": layers.num_tokens, "executor": executor}
+    pipe = fastpipe.Pipeline(layers, schedule, 4, layers.loss_fn, num_ranks=num_ranks, **options)
+    assert_unsplit_step(pipe, model)
+
+
+def test_a_tied_embedding_within_an_adapter() -> None:
+    """As peft makes it: the weight has another name than transformers says."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base_layer: nn.Module) -> None:
+            super().__init__()
+            self.base_layer = base_layer
+            self.more = nn.Embedding(VOCABULARY, 32)
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.base_layer(ids) + self.more(ids)
+
+    model = decoder("llama")
+    model.model.embed_tokens = Adapter(model.model.embed_tokens)
+    layers = fastpipe.split(model)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 3, layers.loss_fn, num_ranks=2, loss_reduction=layers.num_tokens)
+    assert "tied        model.embed_tokens.base_layer.weight = lm_head.weight" in pipe.describe()
+    assert_unsplit_step(pipe, model)
+
+
 def test_what_cannot_be_split_is_refused() -> None:
     config = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     ids = torch.zeros(2, 4, dtype=torch.long)
@@ -235,7 +282,7 @@ def test_a_forward_that_changes_hidden_states_between_blocks_is_refused() -> Non
     layers = fastpipe.split(model)
     stage = layers.chain(range(LAYERS))
     blocks = stage.model.layers
-    blocks.begin(None)
+    blocks._flow.begin(None)
     hidden = blocks[0](torch.randn(1, 3, 32), position_embeddings=(torch.ones(1, 3, 8), torch.zeros(1, 3, 8)))
     odd = tried_model("bloom")
     odd.transformer.h[-1].register_forward_hook(lambda _, __, found: list(found))

@@ -11,6 +11,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from types import SimpleNamespace
@@ -113,7 +114,10 @@ class HuggingFaceLayers(SplitLayers):
         super().__init__(partial(HuggingFaceStage, model, layout, takes_ids), self.num_blocks + 2)
         # fully_shard and parallelize_module make several Parameters of a tied weight
         if getattr(model.config, "tie_word_embeddings", False):
-            self.tied = [[source, target] for target, source in model.all_tied_weights_keys.items()]
+            # peft may have replaced the module of one of them
+            there = dict(model.named_parameters(remove_duplicate=False))
+            pairs = [[source, target] for target, source in model.all_tied_weights_keys.items()]
+            self.tied = [pair for pair in pairs if there.keys() >= set(pair)]
 
     @property
     def loss_fn(self) -> Callable[[Any, torch.Tensor], torch.Tensor]:
@@ -174,12 +178,13 @@ class HuggingFaceStage(WholeNames):
         whole = holder = shallow(model)
         for name in outer:
             children_of(holder)[name] = holder = shallow(children_of(holder)[name])
-        own = Blocks(all_blocks, [i - 1 for i in layers if 0 < i <= len(all_blocks)], layout.length)
-        children_of(holder)[last] = own
+        flow = Flow()
+        own = [i - 1 for i in layers if 0 < i <= len(all_blocks)]
+        children_of(holder)[last] = Blocks(all_blocks, own, layout.length, flow)
         for path in layout.before if not self.is_first else ():
-            _replace(whole, path, Placeholder(whole.get_submodule(path), own))
+            _replace(whole, path, Placeholder(whole.get_submodule(path), flow))
         for path in layout.after if not self.is_last else ():
-            _replace(whole, path, Placeholder(whole.get_submodule(path), own))
+            _replace(whole, path, Placeholder(whole.get_submodule(path), flow))
         for path in layout.everywhere:
             # some of them store the longest text so far
             _replace(whole, path, copy.deepcopy(whole.get_submodule(path)))
@@ -190,7 +195,7 @@ class HuggingFaceStage(WholeNames):
         self._input = "inputs_embeds" if embedded and not self._takes_main else self._main
         self._names = layout.names
         # not children: their forwards are used, under this module's names
-        self._parts = whole, run, own
+        self._parts = whole, run, flow
         self._no_cache = no_cache(model)
         torch_private.set_children(self, children_of(whole))
         self.training = model.training
@@ -218,8 +223,10 @@ class HuggingFaceStage(WholeNames):
             x: the input, such as token ids, or hidden states, ``[rows, tokens, ...]``.
             named: the input by name, in the first stage; others as in the unsplit model, the same in every stage.
         """
-        whole, run, blocks = self._parts
+        whole, run, flow = self._parts
         whole.training = self.training
+        # a twin, of a stage that has a module of an earlier one, has others
+        torch_private.set_children(whole, children_of(self))
         given = named.pop(self._main, None)
         if given is None and self.is_first:
             given = x
@@ -229,16 +236,16 @@ class HuggingFaceStage(WholeNames):
         if given is None:
             why = "" if self.is_first else "the last stage needs them to find the token to classify; "
             raise ValueError(f"{self._main}: {why}give them by this name")
-        blocks.begin(None if self.is_first else x)
+        flow.begin(None if self.is_first else x)
         try:
             found = run(**{self._input: given}, **named, **self._no_cache)
             if self.is_last:
                 logits: torch.Tensor = found.logits
                 return logits
-            assert blocks.hidden is not None
-            return blocks.hidden
+            assert flow.hidden is not None
+            return flow.hidden
         finally:
-            blocks.begin(None)
+            flow.begin(None)
 
 
 def _replace(whole: nn.Module, path: str, module: nn.Module) -> None:
@@ -370,6 +377,24 @@ def _check_version() -> None:
         raise ValueError(f"transformers {found} is too old for split: install transformers>={_OLDEST[0]}.{_OLDEST[1]}")
 
 
+@dataclass(eq=False)
+class Flow:
+    """The hidden states between the blocks of a stage.
+
+    Attributes:
+        hidden: input of the next block. Before the model's forward it is the previous stage's output, None in the first
+            stage; afterwards this stage's output.
+        entered: whether the model's forward has reached the blocks.
+    """
+
+    hidden: torch.Tensor | None = None
+    entered: bool = False
+
+    def begin(self, hidden: torch.Tensor | None) -> None:
+        """Prepare for the model's forward."""
+        self.hidden, self.entered = hidden, False
+
+
 class Blocks(nn.ModuleList):
     """Replaces a model's list of blocks: same length and numbers, with the blocks of one stage only.
 
@@ -380,25 +405,16 @@ class Blocks(nn.ModuleList):
         blocks: those of the whole model.
         own: the numbers of the stage's.
         length: of the tuple that a block returns, whose first element is the hidden states; 0 for a tensor.
-
-    Attributes:
-        hidden: input of the next block. Before the model's forward it is the previous stage's output, None in the first
-            stage; afterwards this stage's output.
+        flow: the hidden states, outside of this module and its twins.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], own: Iterable[int], length: int) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], own: Iterable[int], length: int, flow: Flow) -> None:
         super().__init__()
         for number in own:
             self.add_module(str(number), blocks[number])
         self._length = length
         self._attributes = [_attributes_of(block) for block in blocks]
-        self._entered = False
-        self.hidden: torch.Tensor | None = None
-
-    def begin(self, hidden: torch.Tensor | None) -> None:
-        """Prepare for the model's forward."""
-        self.hidden = hidden
-        self._entered = False
+        self._flow = flow
 
     def __len__(self) -> int:
         return len(self._attributes)
@@ -414,19 +430,20 @@ class Blocks(nn.ModuleList):
 
     def _run(self, number: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run a block on the hidden states; return them unchanged for a block of another stage."""
-        if self._entered and hidden is not self.hidden:
+        flow = self._flow
+        if flow.entered and hidden is not flow.hidden:
             raise ValueError(
                 "split: this model changes the hidden states between its blocks; pass its layers as "
                 "a list, written so that each takes what the one before it returns"
             )
-        self._entered = True
-        if self.hidden is None:
-            self.hidden = hidden
+        flow.entered = True
+        if flow.hidden is None:
+            flow.hidden = hidden
         block = children_of(self).get(str(number))
-        found = (self.hidden, *[None] * (self._length - 1)) if self._length else self.hidden
+        found = (flow.hidden, *[None] * (self._length - 1)) if self._length else flow.hidden
         if block is not None:
-            found = block(self.hidden, *args, **kwargs)
-            self.hidden = found[0] if self._length else found
+            found = block(flow.hidden, *args, **kwargs)
+            flow.hidden = found[0] if self._length else found
         return found
 
 
@@ -467,17 +484,15 @@ class Placeholder(nn.Module):
 
     Args:
         module: the other stage's, whose attributes the model's forward may read.
-        blocks: which know the hidden states.
+        flow: the hidden states.
     """
 
-    def __init__(self, module: nn.Module, blocks: Blocks) -> None:
+    def __init__(self, module: nn.Module, flow: Flow) -> None:
         super().__init__()
         vars(self).update(_attributes_of(module))
-        # in a tuple, so that it is not registered as a submodule
-        self._blocks = (blocks,)
+        self._flow = flow
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the hidden states without their graph."""
-        (blocks,) = self._blocks
-        assert blocks.hidden is not None
-        return blocks.hidden.detach()
+        assert self._flow.hidden is not None
+        return self._flow.hidden.detach()
