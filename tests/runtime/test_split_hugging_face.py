@@ -217,6 +217,24 @@ def test_a_tied_embedding_within_an_adapter() -> None:
     assert_unsplit_step(pipe, model)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_norm_before_and_after_the_blocks(weighted: bool) -> None:
+    """NanoChat has one without parameters, which every stage can run; a weight would be in two stages."""
+    own = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 4}
+    config = transformers.AutoConfig.for_model("nanochat", vocab_size=VOCABULARY, use_cache=False, **own)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = padded_batch(9)[0]
+    if weighted:
+        model.model.norm = nn.LayerNorm(32)
+        with pytest.raises(ValueError, match="NanoChatForCausalLM calls model.norm before and after its blocks"):
+            fastpipe.split(model, ids)
+        return
+    layers = fastpipe.split(model, ids)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 3, layers.loss_fn, num_ranks=6, loss_reduction=layers.num_tokens)
+    assert_unsplit_step(pipe, model)
+    assert fastpipe.check_parity(pipe, model, (ids, ids)).ok
+
+
 def test_what_cannot_be_split_is_refused() -> None:
     config = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     ids = torch.zeros(2, 4, dtype=torch.long)

@@ -352,14 +352,15 @@ def _find_parts(model: Any, example: Collection[str], run: Callable[[], Any]) ->
         raise ValueError(f"model: {name} does not run {blocks} once, one after the other; {INSTEAD}")
     begin, end = order.index(0), order.index(len(row) - 1)
     after = frozenset(order[end + 1 :])
+    both = after.intersection(order[:begin])
+    weighted = {key for key, part in parts.items() if any(True for _ in part.parameters())}
+    if both & weighted:
+        raise ValueError(f"model: {name} calls {min(both & weighted)} before and after its blocks; {INSTEAD}")
     # parts for all blocks have no parameters, for example rotary embeddings; those that return hidden states are the
     # first stage's
     shapes = {key: getattr(found, "shape", None) for key, found in calls[:begin]}
-    everywhere = frozenset(
-        key
-        for key, part in parts.items()
-        if key not in after and not any(True for _ in part.parameters()) and shapes.get(key) != hidden[0].shape
-    )
+    everywhere = both | {key for key in parts if key not in after | weighted and shapes.get(key) != hidden[0].shape}
+    after -= everywhere
     base = blocks.partition(".")[0]
     odd = [key for key, found in calls if str(key).startswith(base) and not isinstance(found, torch.Tensor)]
     odd = [key for key in odd if key not in everywhere]
