@@ -108,6 +108,39 @@ def test_modes_reach_what_comes_before_the_blocks() -> None:
     assert not torch.allclose(dropped, pipe.eval_step(ids, target=target).loss)
 
 
+class Stem(nn.Module):
+    """What depends on the mode before the blocks: modules, and a function of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(self.drop(self.norm(x)), 0.5, self.training)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_comes_before_the_blocks_has_the_models_modes(first: bool) -> None:
+    """Those of the construction, until `train` or `eval`; a step does not change the mode of a module."""
+    model = Stem().train(first)
+    x = torch.randn(8, WIDTH)
+    layers = fastpipe.split(model, x[:2])
+    assert all(module.training == first for module in model.modules())
+    model.eval()
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
+    expected = model(x).detach()
+    torch.testing.assert_close(pipe.step(x, target=x).outputs, expected)
+    assert not any(module.training for module in model.modules())
+    pipe.train()
+    model.norm.eval()
+    pipe.step(x, target=x)
+    assert model.drop.training and not model.norm.training
+
+
 def test_split_leaves_the_model_alone() -> None:
     model = Decoder(dropout=0.5)
     model.inner["norm"] = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH), nn.Unflatten(0, (-1, TOKENS)))

@@ -170,6 +170,71 @@ def test_a_stage_has_its_own_modules_only() -> None:
     ]
 
 
+def assert_unsplit_step(pipe: fastpipe.Pipeline, model: Any) -> None:
+    """A step with the unsplit model's loss and gradients, up to rounding."""
+    ids, mask, labels = padded_batch(9)
+    result = pipe.step(input_ids=ids, attention_mask=mask, labels=labels)
+    found = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    expected = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    expected.backward()
+    torch.testing.assert_close(result.loss, expected.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks"), [("1f1b", 2), ("1f1b", LAYERS), ("interleaved_zb", 2), ("dualpipe", 2)]
+)
+def test_a_module_in_several_blocks(schedule: str, num_ranks: int, executor: str) -> None:
+    """In this process each later stage has a twin of it, and so of what holds it."""
+    model = decoder("llama")
+    for block in model.model.layers[1:]:
+        block.mlp = model.model.layers[0].mlp
+    layers = fastpipe.split(model)
+    options: dict[str, Any] = {"loss_reduction": layers.num_tokens, "executor": executor}
+    pipe = fastpipe.Pipeline(layers, schedule, 4, layers.loss_fn, num_ranks=num_ranks, **options)
+    assert_unsplit_step(pipe, model)
+
+
+def test_a_tied_embedding_within_an_adapter() -> None:
+    """As peft makes it: the weight has another name than transformers says."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base_layer: nn.Module) -> None:
+            super().__init__()
+            self.base_layer = base_layer
+            self.more = nn.Embedding(VOCABULARY, 32)
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.base_layer(ids) + self.more(ids)
+
+    model = decoder("llama")
+    model.model.embed_tokens = Adapter(model.model.embed_tokens)
+    layers = fastpipe.split(model)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 3, layers.loss_fn, num_ranks=2, loss_reduction=layers.num_tokens)
+    assert "tied        model.embed_tokens.base_layer.weight = lm_head.weight" in pipe.describe()
+    assert_unsplit_step(pipe, model)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_norm_before_and_after_the_blocks(weighted: bool) -> None:
+    """NanoChat has one without parameters, which every stage can run; a weight would be in two stages."""
+    own = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 4}
+    config = transformers.AutoConfig.for_model("nanochat", vocab_size=VOCABULARY, use_cache=False, **own)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = padded_batch(9)[0]
+    if weighted:
+        model.model.norm = nn.LayerNorm(32)
+        with pytest.raises(ValueError, match="NanoChatForCausalLM calls model.norm before and after its blocks"):
+            fastpipe.split(model, ids)
+        return
+    layers = fastpipe.split(model, ids)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 3, layers.loss_fn, num_ranks=6, loss_reduction=layers.num_tokens)
+    assert_unsplit_step(pipe, model)
+    assert fastpipe.check_parity(pipe, model, (ids, ids)).ok
+
+
 def test_what_cannot_be_split_is_refused() -> None:
     config = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     ids = torch.zeros(2, 4, dtype=torch.long)
@@ -181,7 +246,9 @@ def test_what_cannot_be_split_is_refused() -> None:
     albert = transformers.AutoModelForMaskedLM.from_config(
         transformers.AutoConfig.for_model("albert", intermediate_size=32, embedding_size=8, **config)
     )
-    with pytest.raises(ValueError, match="does not run albert.encoder.albert_layer_groups once.* layers as a list"):
+    with pytest.raises(
+        ValueError, match="does not run albert.encoder.albert_layer_groups once.*trace.* layers as a list"
+    ):
         fastpipe.split(albert, ids)
     with pytest.raises(ValueError, match="LlamaModel: .*ForCausalLM, .*has the head"):
         fastpipe.split(decoder("llama").model)
@@ -208,13 +275,32 @@ def test_what_cannot_be_split_is_refused() -> None:
         fastpipe.split(decoder("gpt2", add_cross_attention=True))
 
 
+def test_a_forward_with_dropout_of_its_own_is_refused_until_it_is_0() -> None:
+    """BART's forward calls a function: every stage would draw for it, and then others for its blocks."""
+    own = {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 32, "decoder_attention_heads": 4, "use_cache": False}
+    config = transformers.AutoConfig.for_model("bart", vocab_size=VOCABULARY, is_encoder_decoder=False, **own)
+    ids = padded_batch(2)[0]
+    with pytest.raises(ValueError, match="in training, its layers .*dropout.* set its probability to 0"):
+        fastpipe.split(transformers.BartForCausalLM(config), ids)
+    config.dropout = 0.0
+    assert len(fastpipe.split(transformers.BartForCausalLM(config), ids)) == 4
+
+
+def test_an_example_whose_output_has_nan_is_refused() -> None:
+    model = tried_model("mixtral")
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(ValueError, match="output on the example has NaN .*another example"):
+        fastpipe.split(model, padded_batch(2)[0])
+
+
 def test_a_forward_that_changes_hidden_states_between_blocks_is_refused() -> None:
     """What a later version of a model may do, and what its stages could not."""
     model = decoder("llama")
     layers = fastpipe.split(model)
     stage = layers.chain(range(LAYERS))
     blocks = stage.model.layers
-    blocks.begin(None)
+    blocks._flow.begin(None)
     hidden = blocks[0](torch.randn(1, 3, 32), position_embeddings=(torch.ones(1, 3, 8), torch.zeros(1, 3, 8)))
     odd = tried_model("bloom")
     odd.transformer.h[-1].register_forward_hook(lambda _, __, found: list(found))

@@ -11,6 +11,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from types import SimpleNamespace
@@ -25,7 +26,11 @@ from fastpipe.runtime.model.chain import SplitLayers, WholeNames, shallow
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Values of ``config.model_type`` that tests compare with the unsplit model; others need an example."""
 
-BY_HAND = "pass the layers as a list, each of which takes what the one before it returns"
+INSTEAD = (
+    "trace the model with torch's pipeline() (Traced models in docs/coming-from-torch.md), or pass the layers as a "
+    "list, each of which takes what the one before it returns"
+)
+"""What to do with a model that split refuses."""
 
 IGNORED = -100
 """Label of ignored tokens."""
@@ -109,7 +114,10 @@ class HuggingFaceLayers(SplitLayers):
         super().__init__(partial(HuggingFaceStage, model, layout, takes_ids), self.num_blocks + 2)
         # fully_shard and parallelize_module make several Parameters of a tied weight
         if getattr(model.config, "tie_word_embeddings", False):
-            self.tied = [[source, target] for target, source in model.all_tied_weights_keys.items()]
+            # peft may have replaced the module of one of them
+            there = dict(model.named_parameters(remove_duplicate=False))
+            pairs = [[source, target] for target, source in model.all_tied_weights_keys.items()]
+            self.tied = [pair for pair in pairs if there.keys() >= set(pair)]
 
     @property
     def loss_fn(self) -> Callable[[Any, torch.Tensor], torch.Tensor]:
@@ -170,12 +178,13 @@ class HuggingFaceStage(WholeNames):
         whole = holder = shallow(model)
         for name in outer:
             children_of(holder)[name] = holder = shallow(children_of(holder)[name])
-        own = Blocks(all_blocks, [i - 1 for i in layers if 0 < i <= len(all_blocks)], layout.length)
-        children_of(holder)[last] = own
+        flow = Flow()
+        own = [i - 1 for i in layers if 0 < i <= len(all_blocks)]
+        children_of(holder)[last] = Blocks(all_blocks, own, layout.length, flow)
         for path in layout.before if not self.is_first else ():
-            _replace(whole, path, Placeholder(whole.get_submodule(path), own))
+            _replace(whole, path, Placeholder(whole.get_submodule(path), flow))
         for path in layout.after if not self.is_last else ():
-            _replace(whole, path, Placeholder(whole.get_submodule(path), own))
+            _replace(whole, path, Placeholder(whole.get_submodule(path), flow))
         for path in layout.everywhere:
             # some of them store the longest text so far
             _replace(whole, path, copy.deepcopy(whole.get_submodule(path)))
@@ -186,9 +195,10 @@ class HuggingFaceStage(WholeNames):
         self._input = "inputs_embeds" if embedded and not self._takes_main else self._main
         self._names = layout.names
         # not children: their forwards are used, under this module's names
-        self._parts = whole, run, own
+        self._parts = whole, run, flow
         self._no_cache = no_cache(model)
         torch_private.set_children(self, children_of(whole))
+        self.training = model.training
 
     def accepts(self) -> frozenset[str] | None:
         """The accepted keyword arguments."""
@@ -213,7 +223,10 @@ class HuggingFaceStage(WholeNames):
             x: the input, such as token ids, or hidden states, ``[rows, tokens, ...]``.
             named: the input by name, in the first stage; others as in the unsplit model, the same in every stage.
         """
-        _, run, blocks = self._parts
+        whole, run, flow = self._parts
+        whole.training = self.training
+        # a twin, of a stage that has a module of an earlier one, has others
+        torch_private.set_children(whole, children_of(self))
         given = named.pop(self._main, None)
         if given is None and self.is_first:
             given = x
@@ -223,16 +236,16 @@ class HuggingFaceStage(WholeNames):
         if given is None:
             why = "" if self.is_first else "the last stage needs them to find the token to classify; "
             raise ValueError(f"{self._main}: {why}give them by this name")
-        blocks.begin(None if self.is_first else x)
+        flow.begin(None if self.is_first else x)
         try:
             found = run(**{self._input: given}, **named, **self._no_cache)
             if self.is_last:
                 logits: torch.Tensor = found.logits
                 return logits
-            assert blocks.hidden is not None
-            return blocks.hidden
+            assert flow.hidden is not None
+            return flow.hidden
         finally:
-            blocks.begin(None)
+            flow.begin(None)
 
 
 def _replace(whole: nn.Module, path: str, module: nn.Module) -> None:
@@ -253,7 +266,7 @@ def _examine(model: Any, example: Collection[str], run: Callable[[], Any] | None
     if task is None:
         raise ValueError(
             f"model is a {name}: split takes models whose class name ends in {', '.join(_TASKS)}; give the one that "
-            f"has the head (of AutoModelForCausalLM, for example), or {BY_HAND}"
+            f"has the head (of AutoModelForCausalLM, for example), or {INSTEAD}"
         )
     _check_config(model.config)
     if kind in SUPPORTED and task is _NEXT:
@@ -293,7 +306,7 @@ def _parts(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
     holder, prefix = model, ""
     for name in blocks.split("."):
         if parameters_of(holder):
-            raise ValueError(f"model: {type(holder).__name__} has parameters beside its modules; {BY_HAND}")
+            raise ValueError(f"model: {type(holder).__name__} has parameters beside its modules; {INSTEAD}")
         found |= {prefix + key: part for key, part in children_of(holder).items() if part is not None and key != name}
         holder, prefix = holder.get_submodule(name), f"{prefix}{name}."
     return found
@@ -317,7 +330,7 @@ def _find_parts(model: Any, example: Collection[str], run: Callable[[], Any]) ->
     name = type(model).__name__
     lists = {path: part for path, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part)}
     if not lists:
-        raise ValueError(f"model: {name} has no list of blocks; {BY_HAND}")
+        raise ValueError(f"model: {name} has no list of blocks; {INSTEAD}")
     # the first of equals is the outermost
     blocks = max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()))
     parts = _parts(model, blocks)
@@ -336,22 +349,23 @@ def _find_parts(model: Any, example: Collection[str], run: Callable[[], Any]) ->
             handle.remove()
     order = [key for key, _ in calls]
     if [key for key in order if key in range(len(row))] != list(range(len(row))) or not hidden:
-        raise ValueError(f"model: {name} does not run {blocks} once, one after the other; {BY_HAND}")
+        raise ValueError(f"model: {name} does not run {blocks} once, one after the other; {INSTEAD}")
     begin, end = order.index(0), order.index(len(row) - 1)
     after = frozenset(order[end + 1 :])
+    both = after.intersection(order[:begin])
+    weighted = {key for key, part in parts.items() if any(True for _ in part.parameters())}
+    if both & weighted:
+        raise ValueError(f"model: {name} calls {min(both & weighted)} before and after its blocks; {INSTEAD}")
     # parts for all blocks have no parameters, for example rotary embeddings; those that return hidden states are the
     # first stage's
     shapes = {key: getattr(found, "shape", None) for key, found in calls[:begin]}
-    everywhere = frozenset(
-        key
-        for key, part in parts.items()
-        if key not in after and not any(True for _ in part.parameters()) and shapes.get(key) != hidden[0].shape
-    )
+    everywhere = both | {key for key in parts if key not in after | weighted and shapes.get(key) != hidden[0].shape}
+    after -= everywhere
     base = blocks.partition(".")[0]
     odd = [key for key, found in calls if str(key).startswith(base) and not isinstance(found, torch.Tensor)]
     odd = [key for key in odd if key not in everywhere]
     if odd:
-        raise ValueError(f"model: {name}.{odd[0]} does not return a tensor; {BY_HAND}")
+        raise ValueError(f"model: {name}.{odd[0]} does not return a tensor; {INSTEAD}")
     taken = inspect.signature(model.forward).parameters.keys()
     names = (_LLAMA.names & taken) | set(example) - {model.main_input_name, "labels"}
     length = len(calls[end][1]) if isinstance(calls[end][1], tuple) else 0
@@ -364,6 +378,24 @@ def _check_version() -> None:
         raise ValueError(f"transformers {found} is too old for split: install transformers>={_OLDEST[0]}.{_OLDEST[1]}")
 
 
+@dataclass(eq=False)
+class Flow:
+    """The hidden states between the blocks of a stage.
+
+    Attributes:
+        hidden: input of the next block. Before the model's forward it is the previous stage's output, None in the first
+            stage; afterwards this stage's output.
+        entered: whether the model's forward has reached the blocks.
+    """
+
+    hidden: torch.Tensor | None = None
+    entered: bool = False
+
+    def begin(self, hidden: torch.Tensor | None) -> None:
+        """Prepare for the model's forward."""
+        self.hidden, self.entered = hidden, False
+
+
 class Blocks(nn.ModuleList):
     """Replaces a model's list of blocks: same length and numbers, with the blocks of one stage only.
 
@@ -374,25 +406,16 @@ class Blocks(nn.ModuleList):
         blocks: those of the whole model.
         own: the numbers of the stage's.
         length: of the tuple that a block returns, whose first element is the hidden states; 0 for a tensor.
-
-    Attributes:
-        hidden: input of the next block. Before the model's forward it is the previous stage's output, None in the first
-            stage; afterwards this stage's output.
+        flow: the hidden states, outside of this module and its twins.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], own: Iterable[int], length: int) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], own: Iterable[int], length: int, flow: Flow) -> None:
         super().__init__()
         for number in own:
             self.add_module(str(number), blocks[number])
         self._length = length
         self._attributes = [_attributes_of(block) for block in blocks]
-        self._entered = False
-        self.hidden: torch.Tensor | None = None
-
-    def begin(self, hidden: torch.Tensor | None) -> None:
-        """Prepare for the model's forward."""
-        self.hidden = hidden
-        self._entered = False
+        self._flow = flow
 
     def __len__(self) -> int:
         return len(self._attributes)
@@ -408,19 +431,20 @@ class Blocks(nn.ModuleList):
 
     def _run(self, number: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run a block on the hidden states; return them unchanged for a block of another stage."""
-        if self._entered and hidden is not self.hidden:
+        flow = self._flow
+        if flow.entered and hidden is not flow.hidden:
             raise ValueError(
                 "split: this model changes the hidden states between its blocks; pass its layers as "
                 "a list, written so that each takes what the one before it returns"
             )
-        self._entered = True
-        if self.hidden is None:
-            self.hidden = hidden
+        flow.entered = True
+        if flow.hidden is None:
+            flow.hidden = hidden
         block = children_of(self).get(str(number))
-        found = (self.hidden, *[None] * (self._length - 1)) if self._length else self.hidden
+        found = (flow.hidden, *[None] * (self._length - 1)) if self._length else flow.hidden
         if block is not None:
-            found = block(self.hidden, *args, **kwargs)
-            self.hidden = found[0] if self._length else found
+            found = block(flow.hidden, *args, **kwargs)
+            flow.hidden = found[0] if self._length else found
         return found
 
 
@@ -461,17 +485,15 @@ class Placeholder(nn.Module):
 
     Args:
         module: the other stage's, whose attributes the model's forward may read.
-        blocks: which know the hidden states.
+        flow: the hidden states.
     """
 
-    def __init__(self, module: nn.Module, blocks: Blocks) -> None:
+    def __init__(self, module: nn.Module, flow: Flow) -> None:
         super().__init__()
         vars(self).update(_attributes_of(module))
-        # in a tuple, so that it is not registered as a submodule
-        self._blocks = (blocks,)
+        self._flow = flow
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the hidden states without their graph."""
-        (blocks,) = self._blocks
-        assert blocks.hidden is not None
-        return blocks.hidden.detach()
+        assert self._flow.hidden is not None
+        return self._flow.hidden.detach()

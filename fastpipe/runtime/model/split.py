@@ -30,7 +30,7 @@ from fastpipe.runtime.model.chain import (
     shallow,
 )
 from fastpipe.runtime.model.cuts import restored
-from fastpipe.runtime.model.hugging_face import BY_HAND, HuggingFaceLayers, is_hugging_face, no_cache
+from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, is_hugging_face, no_cache
 
 logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
@@ -39,7 +39,6 @@ _MAX_TRIED = 4
 Further = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Arguments of a module beside the previous one's output, by position and by name; equal in every step, and a `Buffer`
 in place of one of the model's."""
-_INSTEAD = f"trace the model with torch's pipeline() (Traced models in docs/coming-from-torch.md), or {BY_HAND}"
 
 
 def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) -> Layers:
@@ -117,7 +116,7 @@ def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwarg
     layers = SplitLayers(partial(RowStage, model, row), len(row) + 1)
     _check_complete(model, layers)
     whole, sequence = partial(model, *example, **kwargs), partial(_run_layers, layers, example, kwargs)
-    _compare(model, whole, sequence, expected)
+    _compare(model, layers, whole, sequence, expected)
     return layers
 
 
@@ -130,15 +129,15 @@ def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) 
     def whole(named: dict[str, Any] = given) -> torch.Tensor:
         logits = getattr(model(**named | no_cache(model)), "logits", None)
         if not isinstance(logits, torch.Tensor):
-            raise ValueError(f"model: {type(model).__name__} returns no logits; {BY_HAND}")
+            raise ValueError(f"model: {type(model).__name__} returns no logits; {INSTEAD}")
         return logits
 
     layers = HuggingFaceLayers(model, given, lambda: _run_restored(model, whole))
     _check_complete(model, layers)
-    _compare(model, whole, partial(_run_layers, layers, (), given), _run_restored(model, whole))
+    _compare(model, layers, whole, partial(_run_layers, layers, (), given), _run_restored(model, whole))
     padded = _padded(model, given)
     if padded is not None and not _equal_in_mode(
-        model.training, model, partial(whole, padded), partial(_run_layers, layers, (), padded)
+        model.training, model, layers, partial(whole, padded), partial(_run_layers, layers, (), padded)
     ):
         raise ValueError(
             f"model: {type(model).__name__} finds padding by the token ids, which only its first stage has; give "
@@ -158,17 +157,30 @@ def _padded(model: Any, example: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**example, "input_ids": ids}
 
 
-def _compare(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any], expected: torch.Tensor) -> None:
-    if not torch.equal(_run_restored(model, sequence), expected):
+def _compare(
+    model: nn.Module,
+    layers: Layers,
+    whole: Callable[[], Any],
+    sequence: Callable[[], Any],
+    expected: torch.Tensor,
+) -> None:
+    if expected.isnan().any():
         raise ValueError(
-            f"model: its layers in sequence do not return the model's output ({type(model).__name__}); pass "
-            "the model's layers as a list"
+            f"model: its output on the example has NaN ({type(model).__name__}), so its layers cannot be compared with "
+            "it; give another example, such as one without padding"
         )
-    if not _equal_in_mode(not model.training, model, whole, sequence):
+    same = torch.equal(_run_restored(model, sequence), expected)
+    same_in_other_mode = _equal_in_mode(not model.training, model, layers, whole, sequence)
+    if not (same or same_in_other_mode):
         raise ValueError(
-            f"model: in {'evaluation' if model.training else 'training'}, its layers in sequence do not return the "
-            f"model's output ({type(model).__name__}); make what its forward does between them, such as dropout, a "
-            "module, let blocks find the mode themselves, or pass the model's layers as a list"
+            f"model: its layers in sequence do not return the model's output ({type(model).__name__}); {INSTEAD}"
+        )
+    if not (same and same_in_other_mode):
+        raise ValueError(
+            f"model: in {'training' if model.training != same else 'evaluation'}, its layers in sequence do not return "
+            f"the model's output ({type(model).__name__}); make what its forward does between them, such as dropout, a "
+            "module, or set its probability to 0, let blocks find the mode themselves, or pass the model's layers as a "
+            "list"
         )
 
 
@@ -178,11 +190,15 @@ def _run_restored(model: nn.Module, run: Callable[[], Result]) -> Result:
         return run()
 
 
-def _equal_in_mode(mode: bool, model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any]) -> bool:
+def _equal_in_mode(
+    mode: bool, model: nn.Module, layers: Layers, whole: Callable[[], Any], sequence: Callable[[], Any]
+) -> bool:
     """Compare in training or evaluation: a function between blocks, or an argument of one, may act only there."""
-    modes = [(module, module.training) for module in model.modules()]
+    both = model, *layers
+    modes = [(module, module.training) for part in both for module in part.modules()]
     try:
-        model.train(mode)
+        for part in both:
+            part.train(mode)
         return torch.equal(_run_restored(model, whole), _run_restored(model, sequence))
     except Exception:  # it cannot run so on the example, and this cannot be checked
         return True
@@ -199,7 +215,7 @@ def _run_layers(layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]
     except Exception as error:  # raised again with an explanation
         raise ValueError(
             f"model: its layers in sequence fail where the model does not ({error}); its forward may use blocks, or "
-            "what comes after them, before the first block: pass the model's layers as a list"
+            f"what comes after them, before the first block: {INSTEAD}"
         ) from error
     return value
 
@@ -209,7 +225,7 @@ def _check_complete(model: nn.Module, layers: Layers) -> None:
     found = {id(parameter) for layer in layers for parameter in layer.parameters()}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
     if missing:
-        raise ValueError(f"model: no layer has {missing[0]}; pass the model's layers as a list")
+        raise ValueError(f"model: no layer has {missing[0]}; {INSTEAD}")
 
 
 @dataclass(frozen=True)
@@ -253,7 +269,7 @@ def rows_of_modules(model: nn.Module) -> list[list[str]]:
     if not found:
         raise ValueError(
             f"model is a {type(model).__name__} without an nn.ModuleList, nn.ModuleDict or nn.Sequential of blocks; "
-            f"{_INSTEAD}"
+            f"{INSTEAD}"
         )
     return found[:_MAX_TRIED]
 
@@ -279,19 +295,19 @@ def row_of_modules(
     if [call.path for call in calls[: len(blocks)]] != list(blocks):
         found = ", ".join(call.path for call in calls[: len(blocks)]) or "none"
         listed = f"{blocks[0]} to {blocks[-1]}"
-        raise ValueError(f"model: its blocks are {listed}, and its forward called {found}; {_INSTEAD}")
+        raise ValueError(f"model: its blocks are {listed}, and its forward called {found}; {INSTEAD}")
     for call in calls:
         if not isinstance(call.output, torch.Tensor):
-            raise ValueError(f"model: {call.path} returns a {type(call.output).__name__}, not a tensor; {_INSTEAD}")
+            raise ValueError(f"model: {call.path} returns a {type(call.output).__name__}, not a tensor; {INSTEAD}")
     buffers = {id(buffer): Buffer(name) for name, buffer in model.named_buffers()}
     for call, before in zip(calls, [None, *calls], strict=False):
         _check_link(before, call, buffers)
     if calls[-1].output is not output or version_of(calls[-1].output) != calls[-1].version:
-        raise ValueError(f"model: its forward does something after {calls[-1].path}; make that a module, {_INSTEAD}")
+        raise ValueError(f"model: its forward does something after {calls[-1].path}; make that a module, {INSTEAD}")
     names = [call.path for call in calls]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"model: {twice} is called twice; {_INSTEAD}")
+        raise ValueError(f"model: {twice} is called twice; {INSTEAD}")
     return {call.path: _by_name(call, buffers) for call in calls}, output
 
 
@@ -337,14 +353,14 @@ def _check_link(before: Call | None, after: Call, buffers: Container[int]) -> No
     if others:
         raise ValueError(
             f"model: {after.path} gets {len(others)} more arguments than its input that are not buffers of the "
-            f"model; {_INSTEAD}"
+            f"model; {INSTEAD}"
         )
     if before is None:
         return
     if after.args[:1] == () or after.args[0] is not before.output or after.seen != before.version:
         raise ValueError(
             f"model: its forward does something between {before.path} and {after.path}; make that a part of one of "
-            f"them, {_INSTEAD}"
+            f"them, {INSTEAD}"
         )
 
 
@@ -364,7 +380,7 @@ class RowStage(WholeNames):
 
     def __init__(self, model: nn.Module, given: Mapping[str, Further], layers: Sequence[int]) -> None:
         super().__init__()
-        row = list(given)
+        self._row = row = list(given)
         own = [row[layer - 1] for layer in layers if layer]
         begins = 0 in layers
         kept = _kept(model, "", row, own, begins)
@@ -374,6 +390,7 @@ class RowStage(WholeNames):
         # not children: they are submodules already, under the model's names
         self._own = [(model.get_submodule(path), given[path]) for path in own]
         self._before = [(_before_row(model, "", given), given[row[0]])] if begins else []
+        self.training = model.training
         for _, further in (*self._own, *self._before):
             self._share_buffers(model, further)
         self._names = accepted_names(model) if begins else frozenset()
@@ -414,7 +431,7 @@ class RowStage(WholeNames):
         return self.get_buffer(value.name) if isinstance(value, Buffer) else value
 
     def _run_before(self, model: nn.Module, further: Further, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _set_training(model, self.training)
+        _set_training(model, self.training, "", self._row)
         others, named = self._present(further)
         versions = [version_of(value) for value in (*others, *named.values()) if isinstance(value, torch.Tensor)]
         try:
@@ -505,7 +522,10 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _set_training(model: nn.Module, mode: bool) -> None:
-    """Set the mode of the modules around the row; all others are children of the stage."""
-    if model.training != mode:
-        model.train(mode)
+def _set_training(model: nn.Module, mode: bool, path: str, row: Collection[str]) -> None:
+    """Set the mode of the modules around the row. All others are children of the stage, with modes of their own."""
+    model.training = mode
+    for name, child in children_of(model).items():
+        inner = _join(path, name)
+        if child is not None and inner not in row and _holds(inner, row):
+            _set_training(child, mode, inner, row)
