@@ -738,6 +738,8 @@ def test_replicas_must_be_the_same(wrap: str) -> None:
     assert says in said(lambda: pipe.replan([pipe.schedule, other][replica]))
     x, y = batch(replica)
     assert bool(pipe.step(x, target=y).loss > 0)
+    if wrap == "fully_shard":
+        return  # the wait below is for the stage's group, and knows no wrapper
     pipe = built("zbv", MICROBATCHES, timeout=10)
     with pytest.MonkeyPatch.context() as monkeypatch:
         waits = 60 if dist.get_rank() == 0 else 0  # for a replica that does not come
