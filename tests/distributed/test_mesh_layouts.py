@@ -20,11 +20,6 @@ from tests.runtime.checks import same_bits
 Values = dict[str, torch.Tensor]
 
 
-def plain() -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [Mlp() for _ in range(LAYERS)]
-
-
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "tp": ({"pp": 2, "tp": 2}, "zbv"),
     "pp": ({"pp": 4}, "1f1b"),
