@@ -4,6 +4,7 @@ Some of it torch would import in the first backward; the compiler, when an optim
 """
 
 import contextlib
+import gc
 import importlib
 
 import numpy.ma
@@ -25,3 +26,7 @@ with contextlib.suppress(ImportError):
 __all__ = ["fastpipe", "numpy", "pytest", "tests", "torch"]
 
 native.load()
+
+# A collection in a forked process would write to every object that is here, and so copy all of their memory.
+gc.collect()
+gc.freeze()

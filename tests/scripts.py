@@ -1,7 +1,7 @@
 """Scripts as people run them, alone or as under torchrun, without the seconds that each process takes to import torch.
 
-The processes are forked from a server that has done so. test_readme.py has scripts in processes of their very own, and
-torchrun itself.
+The processes are forked from a server that has done so. test_launching.py and test_restart_memory.py have scripts in
+processes of their very own, under torchrun itself.
 """
 
 import atexit

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from fastpipe.runtime.coordination.gather import SharedMemoryGather
 from fastpipe.runtime.coordination.host import identify
 from fastpipe.runtime.coordination.peers import LocalPeers
 from fastpipe.runtime.transport import groups
+from tests import scripts
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import on_ranks, ranks
@@ -284,19 +283,20 @@ def test_a_store_that_does_not_answer_is_an_error_at_the_timeout(tmp_path: Path)
         assert "did not answer within 2 s" in started.results([1])[0]
 
 
-def test_who_never_starts_is_waited_for_until_the_timeout() -> None:
+def test_who_never_starts_is_waited_for_until_the_timeout(tmp_path: Path) -> None:
     """Torch would wait for half an hour."""
     lines = (
-        "import torch",
+        "import os, torch",
+        "os.environ.update(RANK='1', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='1')",
         "from fastpipe import Pipeline",
         "try:",
         "    Pipeline([torch.nn.Linear(2, 2)] * 2, '1f1b', 2, torch.nn.MSELoss(), timeout=2)",
         "except Exception as error:",
         "    print('raised', type(error).__name__)",
     )
-    environment = os.environ | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], env=environment, capture_output=True, text=True)
-    assert "raised Dist" in done.stdout, done.stderr
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(lines))
+    assert "raised Dist" in scripts.run(script)
 
 
 @on_ranks(2)

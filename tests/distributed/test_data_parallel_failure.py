@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe import Pipeline, Placement, Schedule, StepError
+from fastpipe import Pipeline, Placement, Schedule
 from fastpipe.runtime.common import torch_private
 from fastpipe.runtime.data_parallel import DataParallel
 from tests.conftest import executors_in_turn
@@ -83,14 +83,7 @@ def fail_and_go_on(wrap: str, executor: str) -> dict[str, Any]:
             whole[layer].where, whole[layer].calls = where, calls
         found[name] = caught(lambda: step(pipe, 0, replica))
         whole[layer].where = ""
-        for parameter in pipe.parameters():
-            parameter.grad = None
-        reference = Reference(pipe)
-        step(pipe, 1, replica)
-        reference.step(1)
-        assert not (wrong := wrong_gradients(pipe, reference)), (name, wrong)
-        for parameter in pipe.parameters():
-            parameter.grad = None
+        check_next_step(pipe, replica)
     return found
 
 
@@ -102,9 +95,10 @@ def test_a_failure_reaches_all_replicas_and_the_next_step_is_right(wrap: str, ex
         assert sorted(kinds) == ["OSError", "StepError", "StepError", "StepError"], (name, answers)
         assert "OSError" in kinds[:2]
         assert all("on purpose" in answer[name][1] for answer in answers[:2])
-        # with the place in the replica that failed
-        for text in (answer[name][1] for answer in answers[2:]):
+        # with the place in the replica that failed, and with their own
+        for _, text, rank in (answer[name] for answer in answers[2:]):
             assert re.search(r"REDUCE_GRAD: .* replica.*: rank \d, stage \d, .*on purpose", text), text
+            assert rank in (0, 1) and f"rank {rank}, stage " in text.partition("REDUCE_GRAD")[0], (rank, text)
 
 
 def fails_within_no_sync(executor: str) -> tuple[str, str]:
@@ -116,17 +110,8 @@ def fails_within_no_sync(executor: str) -> tuple[str, str]:
     with pipe.no_sync():
         found = caught(lambda: step(pipe, 0, replica))[:2]
     whole[0].where = ""
-    for parameter in pipe.parameters():
-        parameter.grad = None
-    goes_on_right(pipe, replica)
+    check_next_step(pipe, replica)
     return found
-
-
-def goes_on_right(pipe: Pipeline, replica: int) -> None:
-    reference = Reference(pipe)
-    step(pipe, 1, replica)
-    reference.step(1)
-    assert not (wrong := wrong_gradients(pipe, reference)), wrong
 
 
 def test_gradients_of_a_failed_step_within_no_sync_do_not_wait_for_the_next(executor: str, group_of: GroupOf) -> None:
@@ -357,9 +342,7 @@ def not_called_alike(how: str, executor: str) -> str:
         call = pipe.eval_step if replica and how == "eval_step" else pipe.step
         kind, text, _ = caught(lambda: call(x, target=target))
     assert kind == "StepError", (kind, text)
-    for parameter in pipe.parameters():
-        parameter.grad = None
-    goes_on_right(pipe, replica)
+    check_next_step(pipe, replica)
     return text
 
 
@@ -387,30 +370,6 @@ def test_a_replica_that_does_not_clip_is_named() -> None:
             assert [kind for kind, _ in found] == ["StepError", "StepError"], found
             for _, text in found:
                 assert "clip_grad_norm_ on every rank of all replicas" in text and "build a new one" in text, text
-
-
-def test_the_error_is_a_step_error_with_its_place(executor: str, group_of: GroupOf) -> None:
-    answers = group_of(4).run(place_of_failure, executor)
-    assert [place for place in answers[2:] if place[0] is not None] and all(rank in (0, 1) for rank, _ in answers[2:])
-    assert all(action.endswith("REDUCE_GRAD") for _, action in answers[2:])
-
-
-def place_of_failure(executor: str) -> tuple[int | None, str]:
-    over, replica = mesh_and_replica()
-    pipe: Pipeline = build("ddp", "1f1b", executor, over)
-    if replica == 0:
-        pipe.stage_modules[pipe.rank].register_forward_pre_hook(_raise)
-    try:
-        step(pipe, 0, replica)
-    except StepError as error:
-        return error.rank, error.action or ""
-    except OSError:
-        return None, ""
-    raise AssertionError("the step should have failed")
-
-
-def _raise(module: nn.Module, args: Any) -> None:
-    raise OSError("on purpose")
 
 
 def another_number(wrap: str, executor: str) -> tuple[str, str]:

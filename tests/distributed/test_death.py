@@ -17,6 +17,7 @@ from fastpipe import Pipeline, StepError
 from fastpipe.runtime.common.failure import Failure, FailureError
 from fastpipe.runtime.common.waits import pauses
 from fastpipe.runtime.step import result
+from fastpipe.runtime.transport import groups
 from tests.conftest import skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import Ranks, ranks
@@ -124,7 +125,8 @@ def rebuild(survivors: list[int], executor: str) -> None:
 def train_after_a_close(victim: int, steps: int, note: str, hosts: str) -> dict[str, Any]:
     """Runs on every rank; one closes its pipeline, as a script does that drops it, and does something else."""
     case = CASES["plain"]
-    with on_hosts(hosts):
+    # who closes waits so long for the others, which do not
+    with on_hosts(hosts), mock.patch.object(groups, "_CLOSING", 0.5):
         pipe = Pipeline(case.layers(SIZE), "1f1b", COUNT, case.loss_fn, timeout=PATIENCE)
     batch = case.batches(1, rows_for(COUNT))[0]
     for _ in range(steps):

@@ -399,7 +399,7 @@ def replicated(kind: str, schedule: str, wrap: str) -> None:
         options = {"data_parallel": shards}
     pipe = Pipeline(made, schedule, MICROBATCHES, nn.functional.mse_loss, mesh=mesh, **options)
     unsplit = [nn.Sequential(*layers_of(kind, mesh, wrap)) for _ in range(2)]
-    for _ in range(2):  # pairs of experts take turns from the second step on
+    for _ in range(2 if kind == "ep" else 1):  # pairs of experts take turns from the second step on
         for parameter in itertools.chain(pipe.parameters(), *(model.parameters() for model in unsplit)):
             parameter.grad = None
         expected = sharded_step(kind, mesh, pipe, unsplit)
@@ -662,8 +662,8 @@ def test_costs_of_layers_that_are_spread_over_ranks() -> None:
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in layers(mesh)[0].parameters()]
     for make in (layers, of_parts, of_dtensors):
         pipe = built("1f1b", make(mesh))
-        costs = pipe.profile_layers(x, target=y)
-        assert min(pipe.profile(x, target=y).stage_bytes) > 0 and costs.num_layers == LAYERS
+        costs = pipe.profile_layers(x, target=y, num_steps=1)
+        assert min(pipe.profile(x, target=y, num_steps=1).stage_bytes) > 0 and costs.num_layers == LAYERS
         if make is layers:
             assert set(costs.parameter_bytes) == {2.0 * sum(p.nbytes for p in parts)}
     for partition in ("flops", "seconds", "memory"):
@@ -738,6 +738,8 @@ def test_replicas_must_be_the_same(wrap: str) -> None:
     assert says in said(lambda: pipe.replan([pipe.schedule, other][replica]))
     x, y = batch(replica)
     assert bool(pipe.step(x, target=y).loss > 0)
+    if wrap == "fully_shard":
+        return  # the wait below is for the stage's group, and knows no wrapper
     pipe = built("zbv", MICROBATCHES, timeout=10)
     with pytest.MonkeyPatch.context() as monkeypatch:
         waits = 60 if dist.get_rank() == 0 else 0  # for a replica that does not come

@@ -20,11 +20,6 @@ from tests.runtime.checks import same_bits
 Values = dict[str, torch.Tensor]
 
 
-def plain() -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [Mlp() for _ in range(LAYERS)]
-
-
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "tp": ({"pp": 2, "tp": 2}, "zbv"),
     "pp": ({"pp": 4}, "1f1b"),
@@ -116,8 +111,8 @@ def go_round(folder: str, names: Sequence[str]) -> None:
 
 
 def test_checkpoints_of_one_mesh_on_another(group_of: GroupOf, tmp_path: Path) -> None:
-    names = ["tp", "pp", "shard", "ddp", "shard", "tp", "ddp", "pp"]
-    group_of(4).run(go_round, str(tmp_path), names)
+    """Each of them is saved, and loads another one."""
+    group_of(4).run(go_round, str(tmp_path), ["tp", "pp", "shard", "ddp", "tp"])
 
 
 def test_checkpoints_of_meshes_of_three_dimensions(group_of: GroupOf, tmp_path: Path) -> None:
@@ -140,7 +135,7 @@ def parity(name: str) -> None:
     assert not found.ok and "parameters differ" in str(found), str(found)
 
 
-@pytest.mark.parametrize(("name", "how"), [("shard_tp", "reset"), ("hybrid", "reset"), ("shard_tp", "load")])
+@pytest.mark.parametrize(("name", "how"), [("hybrid", "reset"), ("shard_tp", "load")])
 def test_stages_on_meta(group_of: GroupOf, name: str, how: str, tmp_path: Path) -> None:
     group_of(8).run(from_meta, name, how, str(tmp_path / "saved"))
 

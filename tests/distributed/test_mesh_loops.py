@@ -127,6 +127,10 @@ def loop(schedule: str, executor: str) -> None:
         torch.testing.assert_close(whole(parameter.detach()), expected[name].detach(), msg=name)
 
 
-@pytest.mark.parametrize(("schedule", "executor"), [("dualpipev", "native"), ("zbv", "python")], indirect=["executor"])
+@pytest.mark.parametrize(
+    ("schedule", "executor"),
+    [("dualpipev", "native"), pytest.param("zbv", "python", marks=pytest.mark.nightly)],
+    indirect=["executor"],
+)
 def test_a_loop_of_sequences_in_parts(group_of: GroupOf, schedule: str, executor: str) -> None:
     group_of(8).run(loop, schedule, executor)

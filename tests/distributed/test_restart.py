@@ -135,21 +135,18 @@ class Layout(NamedTuple):
 
 
 # the first step is that of the check; two more have been saved when a rank is killed in the fourth
-SOME = ["step4"]
 MOMENTS = ["construction", "step1", "evaluation1", "step4", "clip", "save", "evaluation9", "close"]
 LAYOUTS = [Layout(1, 2), Layout(1, 4), Layout(2, 1), Layout(2, 2)]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(6 * PATIENCE)
-@pytest.mark.parametrize(
-    ("layout", "moments"),
-    [(Layout(1, 2), SOME), *(pytest.param(layout, MOMENTS, marks=pytest.mark.nightly) for layout in LAYOUTS)],
-    ids=lambda value: "x".join(map(str, value)) if isinstance(value, Layout) else str(len(value)),
-)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
 def test_killed_ranks_are_restarted(
-    layout: Layout, moments: list[str], undisturbed: Callable[[int], dict[str, torch.Tensor]], tmp_path: Path
+    layout: Layout, undisturbed: Callable[[int], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    kills = layout.kills(moments)
+    """test_restart_memory.py has two kills for every day, one of which is resumed from disk."""
+    kills = layout.kills(MOMENTS)
     text = finish(tmp_path, layout.start(tmp_path, kills), kills)
     assert "resumed" in text
     check(tmp_path, undisturbed(layout.size))

@@ -40,8 +40,9 @@ def finish_and_compare(folder: Path, agents: Sequence[subprocess.Popen[str]], ki
 @pytest.mark.parametrize(
     ("processes", "kills", "resumed"),
     [
-        # when the copy of a step is not complete, training goes on from the step before it
-        (2, ["refresh3:1"], ["2"]),
+        # when the copy of a step is not complete, training goes on from the step before it; the other kill is in the
+        # step after training, when the copies are gone: from disk
+        (2, ["refresh3:1", "step4:0"], ["2", "4"]),
         # the first step is that of the check
         pytest.param(2, ["step4:0", "refresh2:1"], ["2", "3"], marks=pytest.mark.nightly),
         pytest.param(4, ["step3:3", "clip:2", "refresh1:0"], ["1", "1", "1"], marks=pytest.mark.nightly),

@@ -23,22 +23,26 @@ COUNT = 4
 
 
 class Stalls(nn.Module):
-    """Sleeps in one of its forwards, or is stopped and continued from outside."""
+    """Sleeps in one of its forwards, for some seconds or until the other ranks have given up, which a folder shows; or
+    is stopped and continued from outside."""
 
-    def __init__(self, at_call: int, how: str, seconds: float) -> None:
+    def __init__(self, at_call: int, how: str, until: float | Path) -> None:
         super().__init__()
         self.linear, self.at_call, self.how, self.calls = nn.Linear(4, 4), at_call, how, 0
-        self.seconds = seconds
+        self.until = until
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         if self.calls - 1 == self.at_call:
             if self.how == "stopped":
                 own = os.getpid()
-                subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {own}"], start_new_session=True)
+                subprocess.Popen(["sh", "-c", f"sleep {self.until}; kill -CONT {own}"], start_new_session=True)
                 os.kill(own, signal.SIGSTOP)
+            elif isinstance(self.until, Path):
+                while len(list(self.until.iterdir())) < dist.get_world_size() - 1:
+                    time.sleep(0.05)
             else:
-                time.sleep(self.seconds)
+                time.sleep(self.until)
         return self.linear(x)
 
 
@@ -117,12 +121,12 @@ def reports(then: Callable[[str], None] = lambda text: None) -> Iterator[list[st
 
 
 def train(
-    how: str, transport: str, timeout: float, warn_after: float, seconds: float = 3.0
+    how: str, transport: str, timeout: float, warn_after: float, until: float | Path = 3.0
 ) -> tuple[list[str], str, str]:
     """Runs on every rank; rank 1 stalls in the second step. What is reported here, and what is raised."""
     torch.manual_seed(0)
     own = dist.get_rank()
-    layers = [Stalls(COUNT + 1 if own == 1 else -1, how, seconds) for _ in range(dist.get_world_size())]
+    layers = [Stalls(COUNT + 1 if own == 1 else -1, how, until) for _ in range(dist.get_world_size())]
     options = {"transport": transport, "timeout": timeout, "warn_after": warn_after}
     pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.mse_loss, **options)
     with reports() as reported:
@@ -130,6 +134,8 @@ def train(
             for _ in range(3):
                 pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
         except Exception as error:
+            if isinstance(until, Path) and own != 1:
+                (until / str(own)).touch()
             return reported, f"{type(error).__name__}: {error}", "\n".join(getattr(error, "__notes__", []))
     return reported, "", ""
 
@@ -149,10 +155,10 @@ def test_a_stalled_rank_is_waited_for(how: str, transport: str) -> None:
         assert "rank 1 has not reported" in text or "rank 1 is at" in text
 
 
-def test_at_the_timeout_the_error_says_who_waited_for_whom() -> None:
+def test_at_the_timeout_the_error_says_who_waited_for_whom(tmp_path: Path) -> None:
     with ranks(3) as group:
         # building must not take as long as this timeout, on any machine
-        answers = group.run(train, "sleeps", "auto", 10.0, 1.0, 25.0)
+        answers = group.run(train, "sleeps", "auto", 10.0, 1.0, tmp_path)
     for rank, (_, error, notes) in enumerate(answers):
         assert error.startswith("StepError") and "rank 1" in error, error
         assert notes.startswith("fastpipe: when the pipeline ended\nrank 0 "), notes

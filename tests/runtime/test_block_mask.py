@@ -14,6 +14,7 @@ from fastpipe.runtime.model.chain import Chain
 from fastpipe.runtime.step.inputs import Inputs, Request, batch_digests, check_batches
 from fastpipe.runtime.step.microbatch import split
 from fastpipe.testing import reference_step
+from tests.conftest import executors_in_turn
 from tests.runtime.checks import assert_same, same_bits
 from tests.runtime.models import squared
 
@@ -70,8 +71,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(ROWS, LENGTH, WIDTH), torch.randn(ROWS, LENGTH, WIDTH)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize("kind", ["documents", "causal"])
+@executors_in_turn(
+    "kind, schedule", [("documents", "1f1b"), ("documents", "zbv"), ("causal", "zbv"), ("causal", "1f1b")]
+)
 def test_the_unsplit_models_bits(kind: str, schedule: str, executor: str) -> None:
     """The expected masks are made of each microbatch's rows, by create_block_mask."""
     x, target = batch()

@@ -91,8 +91,9 @@ def test_the_quickstart_is_short_and_is_the_example() -> None:
 
 
 def test_the_quickstart_trains_alike_in_one_process_and_in_two(folder: Path) -> None:
-    alone = losses(run(["python", "examples/quickstart.py"], folder))
-    both = losses(run(["torchrun", "--standalone", "--nproc-per-node", "2", "examples/quickstart.py"], folder))
+    """By torchrun itself in test_launching.py, and in continuous integration."""
+    script = REPOSITORY / "examples/quickstart.py"
+    alone, both = (losses(scripts.run(script, processes=count, folder=folder)) for count in (0, 2))
     assert len(alone) == 10
     assert all(len(at_step) == 1 for at_step in both.values()), "the loss differs between ranks"
     assert alone == both

@@ -71,6 +71,11 @@ def waiting(pipe: Pipeline) -> set[str]:
     return {name.partition(".")[2] for name, p in stage.module.named_parameters() if p._cdata in stage.deferred}
 
 
+# The Python executor with the extension's kernel, which is neither's own, is in the tests of schedules and of a stage.
+BOTH_KERNELS = pytest.mark.parametrize("kernel", ["native", "python alone"], indirect=True)
+
+
+@BOTH_KERNELS
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model(model: str, kernel: str) -> None:
     pipe = compare(MODELS[model], kernel)
@@ -130,6 +135,7 @@ def test_describe_tells_that_nothing_waits(kernel: str) -> None:
     )
 
 
+@BOTH_KERNELS
 @pytest.mark.parametrize(
     ("model", "recompute"),
     [("weight_norm", "full"), ("maker_checkpointed", "layers"), ("made_reentrant", "full"), ("slopes", "layers")],
@@ -138,6 +144,7 @@ def test_what_stages_recompute(model: str, recompute: str, kernel: str) -> None:
     compare(MODELS[model], kernel, recompute=recompute)
 
 
+@BOTH_KERNELS
 @pytest.mark.parametrize(
     ("inner", "reentrant"),
     [(Transformer, (False, True)), (Transformer, (True,)), (Parametrised, (True, False)), (Parametrised, (False,))],

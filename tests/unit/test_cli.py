@@ -390,8 +390,10 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", ["show 1f1b --ranks 2 --microbatches 2", "--help", "show --help", "--version"])
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [(f"show 1f1b {' '.join(SMALL)}", ""), (f"show 1f1b {' '.join(SMALL)}", "1"), ("--help", ""), ("--version", "1")],
+)
 def test_a_full_standard_output_is_named(arguments: str, unbuffered: str) -> None:
     command = f"PYTHONUNBUFFERED={unbuffered} {sys.executable} -m fastpipe {arguments} > /dev/full"
     done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE, check=False)

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,14 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def imports(path: Path) -> list[tuple[str, str]]:
+    """What a file imports: (module, qualified name of the function around it or "")."""
+    return Imports(path).found
+
+
 class Imports(ast.NodeVisitor):
-    """Collects (imported module, qualified name of the function around it or "")."""
+    """Collects them."""
 
     def __init__(self, path: Path) -> None:
         self.found: list[tuple[str, str]] = []
@@ -149,7 +156,7 @@ def test_modules_import_only_what_lies_below_them() -> None:
     wrong = []
     for name, path in modules().items():
         rule = allowed(name)
-        for module, scope in Imports(path).found if rule is not None else ():
+        for module, scope in imports(path) if rule is not None else ():
             part = own(module)
             if part and part not in rule and (name, part, scope) not in UPWARD:
                 wrong.append(f"{name} imports {module}{' in ' + scope if scope else ''}")
@@ -163,7 +170,7 @@ def test_packages_of_the_runtime_import_downwards_and_through_exports() -> None:
         if not name.startswith(("runtime.", "testing")):
             continue
         below = RUNTIME[: RUNTIME.index(package)] if package != "top" else RUNTIME
-        for module, scope in Imports(path).found:
+        for module, scope in imports(path):
             parts = module.split(".")[1:] if own(module) else []
             if scope and own(module) == "runtime":
                 wrong.append(f"{name} imports {module} within {scope}")
@@ -193,7 +200,7 @@ def test_packages_of_planning_are_imported_by_their_name() -> None:
     past = [
         f"{name} imports {module}"
         for name, path in modules().items()
-        for module, _ in Imports(path).found
+        for module, _ in imports(path)
         if own(module) in FOLDERS.keys() - {name.split(".")[0]} and module.count(".") > 1
     ]
     assert past == ["bounds imports fastpipe.theory.bounds", "formulas imports fastpipe.theory.formulas"]
@@ -203,7 +210,7 @@ def test_no_function_of_planning_imports_but_the_five_that_reach_upward() -> Non
     inside = {
         (name, own(module), scope)
         for name, path in modules().items()
-        for module, scope in Imports(path).found
+        for module, scope in imports(path)
         if scope and own(module) and name.split(".")[0] not in {"runtime", "testing"}
     }
     assert inside == UPWARD
@@ -211,7 +218,7 @@ def test_no_function_of_planning_imports_but_the_five_that_reach_upward() -> Non
 
 def test_integrations_use_what_the_package_exports_and_nothing_imports_them() -> None:
     for name, path in modules().items():
-        found = {module for module, _ in Imports(path).found if module.split(".")[0] == "fastpipe"}
+        found = {module for module, _ in imports(path) if module.split(".")[0] == "fastpipe"}
         if name.startswith("integrations"):
             assert found <= {"fastpipe"}, name
         assert not [module for module in found if module.startswith("fastpipe.integrations")], name
@@ -220,7 +227,7 @@ def test_integrations_use_what_the_package_exports_and_nothing_imports_them() ->
 def test_torch_is_imported_under_runtime_alone() -> None:
     for name, path in modules().items():
         if not name.startswith(("runtime", "testing", "integrations")):
-            assert [m for m, _ in Imports(path).found if m.split(".")[0] == "torch"] == [], name
+            assert [m for m, _ in imports(path) if m.split(".")[0] == "torch"] == [], name
 
 
 PLAN_WITHOUT_TORCH = """

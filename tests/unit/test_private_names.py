@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,34 +51,42 @@ def names_behind_the_door() -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py")) if path != DOOR}
-OWN = {name for tree in TREES.values() for name in names_defined(tree)}
-OTHERS = names_behind_the_door()
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """All files but the door; parsed once, and not when tests are collected."""
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py")) if path != DOOR}
+
+
+@cache
+def names() -> tuple[set[str], set[str]]:
+    """The package's own, and those of others behind the door."""
+    return {name for tree in trees().values() for name in names_defined(tree)}, names_behind_the_door()
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
     """The private names of others that a file uses, with their lines."""
+    own, others = names()
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
     for node in ast.walk(tree):
-        names: list[str] = []
+        found: list[str] = []
         if isinstance(node, ast.Attribute):
-            others = node.attr not in OWN or (node.attr in OTHERS and not is_own(node.value))
-            names = [node.attr] if (others and is_private(node.attr)) or node.attr == "pidfd_open" else []
+            is_others = node.attr not in own or (node.attr in others and not is_own(node.value))
+            found = [node.attr] if (is_others and is_private(node.attr)) or node.attr == "pidfd_open" else []
         elif isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None)
             paths = [f"{module}.{alias.name}" if module else alias.name for alias in node.names]
             others_paths = [path.split(".") for path in paths if not path.startswith("fastpipe.")]
-            names = [".".join(path) for path in others_paths if any(map(is_private, path))]
+            found = [".".join(path) for path in others_paths if any(map(is_private, path))]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in REFLECTION:
             (name,) = [arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)] or [""]
-            names = [name] if is_private(str(name)) else []
+            found = [name] if is_private(str(name)) else []
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
-            names = [node.value] if node.value.startswith(OF_LINUX) or node.value in OTHERS else []
-        yield from (f"line {getattr(node, 'lineno', 0)}: {name}" for name in names)
+            found = [node.value] if node.value.startswith(OF_LINUX) or node.value in others else []
+        yield from (f"line {getattr(node, 'lineno', 0)}: {name}" for name in found)
 
 
 def test_only_the_door_uses_private_names() -> None:
-    found = {str(path.relative_to(PACKAGE)): list(private_names(tree)) for path, tree in TREES.items()}
+    found = {str(path.relative_to(PACKAGE)): list(private_names(tree)) for path, tree in trees().items()}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 

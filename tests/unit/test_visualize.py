@@ -296,7 +296,7 @@ def test_a_comparison_is_drawn_with_every_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.without_torch
-@pytest.mark.parametrize("width", [3.0, 5.0, 7.0, 8.0, 9.5, 11.0])
+@pytest.mark.parametrize("width", [3.0, 8.0, 11.0])
 def test_title_and_legend_fit_in_a_narrow_picture(
     width: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,13 +313,6 @@ def test_title_and_legend_fit_in_a_narrow_picture(
     lowest = legend.get_window_extent().y0
     assert all(text.get_window_extent().y0 < lowest for axes in figure.axes for text in axes.texts)
     assert all(axes.get_window_extent().y1 < lowest for axes in figure.axes)
-
-
-@pytest.mark.without_torch
-@pytest.mark.parametrize("title", ["", " "])
-def test_a_blank_title(title: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert plot(simulated(), tmp_path / "x.png", title=title).exists()
 
 
 NAME = "cost $5 and \\$ $\\foo$ <b>&"
@@ -343,8 +336,9 @@ def test_names_and_titles_are_drawn_as_they_are(tmp_path: Path, monkeypatch: pyt
     timeline = fastpipe.simulate(schedule)
     plot(timeline, tmp_path / "x.svg")
     plot(simulated(), tmp_path / "x.svg", against=timeline, title=NAME + "\x01")
+    plot(timeline, tmp_path / "x.svg", title=" ")
     pareto([Comparison(NAME, 1.0, 0.5, 1.0, 1)], tmp_path / "x.svg", title=NAME)
-    assert [text.count(NAME) for text in drawn] == [1, 2, 1]  # with a halo, the name of a point is a path
+    assert [text.count(NAME) for text in drawn] == [1, 2, 0, 1]  # with a halo, the name of a point is a path
 
 
 @pytest.mark.without_torch
