@@ -145,11 +145,12 @@ class CudaMark final : public CopyMark {
 class StreamFlags {
  public:
   // Throws Error where the driver lacks them.
-  StreamFlags();
+  explicit StreamFlags(int device);
 
   // When all that `stream` has before is done and can be seen.
   void write(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const;
-  // What `stream` gets next waits until the flag is `value` or, on the circle of 32 bits, beyond it.
+  // What `stream` gets next waits until the flag is `value` or, on the circle of 32 bits, beyond it; then it sees what
+  // other devices had written to this one before the flag.
   void wait(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const;
 
  private:
@@ -158,9 +159,13 @@ class StreamFlags {
 
   Function write_;
   Function wait_;
+  unsigned int wait_flags_ = CU_STREAM_WAIT_VALUE_GEQ;
 };
 
-StreamFlags::StreamFlags() : write_(find("cuStreamWriteValue32")), wait_(find("cuStreamWaitValue32")) {}
+StreamFlags::StreamFlags(int device) : write_(find("cuStreamWriteValue32")), wait_(find("cuStreamWaitValue32")) {
+  // A device that can flush remote writes may show them in another order than that in which they came.
+  if (attribute(cudaDevAttrCanFlushRemoteWrites, device) != 0) wait_flags_ |= CU_STREAM_WAIT_VALUE_FLUSH;
+}
 
 StreamFlags::Function StreamFlags::find(const char* name) {
   void* function = nullptr;
@@ -179,7 +184,7 @@ void StreamFlags::write(cudaStream_t stream, std::uint32_t* flag, std::uint32_t 
 
 void StreamFlags::wait(cudaStream_t stream, std::uint32_t* flag, std::uint32_t value) const {
   const auto address = reinterpret_cast<CUdeviceptr>(flag);
-  require_driver(wait_(stream, address, value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
+  require_driver(wait_(stream, address, value, wait_flags_), "cuStreamWaitValue32");
 }
 
 // A stream that is somebody else's.
@@ -270,7 +275,7 @@ class CudaCopyEngine final : public CopyEngine {
   std::unique_ptr<CudaStream> current_;
 };
 
-CudaCopyEngine::CudaCopyEngine(int device) : device_(device) {
+CudaCopyEngine::CudaCopyEngine(int device) : device_(device), flags_(device) {
   if (attribute(cudaDevAttrUnifiedAddressing, device) == 0) throw Error("the device has no unified addressing");
   if (attribute(cudaDevAttrCanUseHostPointerForRegisteredMem, device) == 0) {
     throw Error("the device does not see the host's memory at the host's addresses");

@@ -65,6 +65,17 @@ std::vector<at::Tensor> input_gradients(const std::vector<at::Tensor>& inputs, c
   return gradients;
 }
 
+// What `later` gets from now on comes after what `earlier` has. Nothing where stages have no streams.
+void follow(Fence& fence, const std::optional<c10::Stream>& earlier, const std::optional<c10::Stream>& later) {
+  if (!earlier) return;
+  {
+    const c10::StreamGuard of_earlier(*earlier);
+    fence.record(earlier->device());
+  }
+  const c10::StreamGuard of_later(*later);
+  fence.wait();
+}
+
 }  // namespace
 
 ActionContext::ActionContext(const Step& step, Op op, std::int32_t stage, std::int32_t microbatch)
@@ -242,15 +253,16 @@ bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& othe
   const ActionContext context(calls_.context, Op::kF, index_, microbatch);
   const bool from_loss = pair.is_last_ && !pair.calls_.output_grads;
   const Tensors* const gradients = from_loss ? nullptr : &pair.gradients_for(pair_microbatch, theirs, gradient);
+  // the method may read the other stage's outputs
+  follow(fused_, pair.stream_, stream_);
   run(records_[microbatch], Arming::Phase::kFused, microbatch, input, [&](const Tensors& inputs) {
     const py::object grads = from_loss ? py::object(py::none()) : to_tuple(*gradients);
     return calls_.fuse(microbatch, to_tuple(inputs), pair.index_, pair_microbatch, to_tuple(theirs.kept), grads);
   });
   pair.root_gradients_.clear();
   // what the method has made, and the zeros of what it has not, are from now on the other stage's
-  if (stream_) fused_.record(stream_->device());
+  follow(fused_, stream_, pair.stream_);
   const c10::OptionalStreamGuard of_pair(pair.stream_);
-  fused_.wait();
   end(theirs);
   return true;
 }

@@ -153,7 +153,7 @@ class TorchStage final : public Stage {
   StageCalls calls_;
   std::optional<c10::Stream> stream_;
   std::optional<c10::StreamGuard> turn_;
-  Fence fused_;  // behind the last pair that ran by the modules' own method
+  Fence fused_;  // between the two stages of a pair that runs by the modules' own method
   DeviceTimes* times_ = nullptr;
   std::vector<Record> records_;  // by microbatch
   // Of the forward that runs, and of the backward that runs: kept for their memory.

@@ -87,6 +87,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
   static const std::map<cudaDeviceAttr, int> known{{cudaDevAttrUnifiedAddressing, 1},
                                                    {cudaDevAttrCanUseHostPointerForRegisteredMem, 1},
+                                                   {cudaDevAttrCanFlushRemoteWrites, 1},
                                                    {cudaDevAttrMultiProcessorCount, 132},
                                                    {cudaDevAttrComputeCapabilityMajor, 9}};
   const auto found = known.find(which);

@@ -42,7 +42,8 @@ CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr address, cuuint32_t v
 }
 
 CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned int flags) {
-  if (flags != CU_STREAM_WAIT_VALUE_GEQ) return CUDA_ERROR_NOT_SUPPORTED;
+  // as the device says that it can flush
+  if (flags != (CU_STREAM_WAIT_VALUE_GEQ | CU_STREAM_WAIT_VALUE_FLUSH)) return CUDA_ERROR_NOT_SUPPORTED;
   auto* flag = reinterpret_cast<Flag*>(address);
   return result_of(put(stream, [flag, value] {
     while (static_cast<std::int32_t>(flag->load() - value) < 0) {

@@ -103,6 +103,31 @@ print(*dict.fromkeys(account.faults()), sep="\\n")
 """
 
 
+TIED = """
+import sys, torch
+import torch.distributed as dist
+from pathlib import Path
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import fastpipe
+from tests.runtime.devices import fake, steps
+account = fake.load(Path(sys.argv[1]))
+steps.meet(account)
+stages = [nn.Sequential(steps.Block(8), steps.Block(8)).to("fake") for _ in range(2)]
+stages[1][0].up = stages[0][0].up
+own, replicas = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()], dist.new_group()
+wrapped = [DistributedDataParallel(stage, process_group=replicas) for stage in stages]
+pipe = fastpipe.Pipeline(wrapped, "dualpipev", 4, steps.loss_fn, num_ranks=1, group=own)
+x = torch.randn(16, 8).to("fake")
+for _ in range(3):
+    account.reset()
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    pipe.step(x, target=x)
+print(dist.get_rank(), account.races())
+"""
+
+
 @pytest.fixture(scope="module")
 def library() -> Path:
     """The fake device, compiled in another process, since to load it here would give torch a device for good."""
@@ -220,6 +245,15 @@ def test_messages_between_processes_are_waited_for_by_streams(
             # and for the inputs and targets that the first two steps compare between ranks
             assert set(account["waits"]) <= {"synchronizeEvent", "copy to the host"}, where
             assert account["waits"].get("copy to the host", 0) <= 4, where
+
+
+def test_gradients_of_a_tied_weight_are_averaged_when_they_are_there(library: Path, tmp_path: Path) -> None:
+    """A later stage's alias of it adds on the stage's stream; parameters that the reducer knows, on that on which they
+    were wrapped. A bucket has both."""
+    skip_without_native()
+    script = tmp_path / "script.py"
+    script.write_text(TIED)
+    assert sorted(scripts.run(script, str(library), processes=2).splitlines()) == ["0 []", "1 []"]
 
 
 @pytest.mark.parametrize("transport", ["process_group", pytest.param("process_group_coalesced", marks=NIGHTLY)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastpipe.runtime.common.devices import (
     CPU,
     cuda_devices,
+    current_stream,
     located,
     recorded,
     thread_state,

@@ -30,6 +30,7 @@ from fastpipe.runtime.common import (
     Failure,
     FailureError,
     cause_text,
+    current_stream,
     grad_dtype_of,
     has_grad_dtype,
     listed,
@@ -100,6 +101,7 @@ class Average:
         self._used: list[list[tuple[torch.Tensor | None, int]]] = []
         self._missing: list[int] = []
         self._hooks: list[Any] = []
+        self._streams: set[torch.Stream] = set()  # of a device, on which the backward has added gradients
 
     def watch(self, comes: Callable[[nn.Parameter], bool]) -> None:
         """Start every bucket once it is complete; called at the start of the last backward.
@@ -116,7 +118,9 @@ class Average:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._start_complete()
 
-    def _on_gradient(self, number: int, _: torch.Tensor) -> None:
+    def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
+        if (stream := current_stream(parameter.device)) is not None:
+            self._streams.add(stream)
         self._missing[number] -= 1
         self._start_complete()
 
@@ -138,6 +142,9 @@ class Average:
         return dist.all_reduce(bucket.buffer(), group=self.wrapper.process_group, async_op=True).get_future()
 
     def _fill(self, number: int) -> None:
+        # a tied weight's alias has another stream than the reducer's parameters
+        for stream in self._streams:
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
         with torch.no_grad():
             for parameter, view in zip(self.parameters[number], self.buckets[number].gradients(), strict=True):
                 if parameter.grad is not None and self.factor == 1.0:
@@ -194,6 +201,7 @@ class Average:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._streams.clear()
 
     def _changed(self, number: int) -> bool:
         """Whether a gradient has changed since it was copied into the bucket."""

@@ -57,6 +57,7 @@ CASES = {
     "one rank": Case("dualpipev", 1, {}, {}),
     "late sends": Case("dualpipev", 2, {}, {"transport": "delayed"}),
     "trees": Case("interleaved_1f1b", 2, {"stages_per_rank": 2}, {"trees": True}),
+    "pairs by their own method": Case("dualpipev", 2, {}, {"own": True}),
     "contexts": Case("dualpipev", 2, {}, {"contexts": True}),
     "contexts of split backwards": Case("zbv", 2, {}, {"contexts": True}),
 }
@@ -109,6 +110,25 @@ class Asking(Block):
         return y
 
 
+class Own(nn.Sequential):
+    """Two blocks as a layer written for DualPipe, whose method looks at what it is given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(Block(width), Block(width))
+
+    @classmethod
+    def overlapped_forward_backward(
+        cls, module0: Any, inputs0: Any, criterion0: Any, labels0: Any, module1: Any, loss1: Any, *theirs: Any
+    ) -> Any:
+        outputs0 = [module0(*inputs0)]
+        loss0 = None if criterion0 is None else criterion0(*outputs0, *labels0)
+        roots, grads = theirs if loss1 is None else ((loss1,), None)
+        for root in roots:
+            root.detach().mean()
+        torch.autograd.backward(roots, grads)
+        return outputs0, loss0
+
+
 class Waiting(Block):
     """The same, and the host reads a number on the way."""
 
@@ -149,7 +169,8 @@ def arguments_of(case: Case) -> dict[str, Any]:
     arguments = dict(case.arguments)
     if arguments.get("transport") == "delayed":
         arguments["transport"] = fastpipe.runtime.transport.transport.Loopback(delay=0.001)
-    arguments.pop("trees", None)
+    for name in ("trees", "own"):
+        arguments.pop(name, None)
     if arguments.pop("contexts", False):
         arguments["forward_context"] = arguments["backward_context"] = Worker()
     if arguments.pop("replicas", False):
@@ -247,8 +268,9 @@ def look_at(timeline: fastpipe.Timeline) -> dict[str, float]:
 
 def run(account: Any, case: Case) -> dict[str, Any]:
     torch.manual_seed(0)
-    block = Tree if case.arguments.get("trees") else Asking if case.arguments.get("contexts") else Block
-    layers = [block(8).to(fake.NAME) for _ in range(NUM_LAYERS)]
+    kinds: dict[str, type[nn.Module]] = {"trees": Tree, "contexts": Asking, "own": Own}
+    block = next((kind for name, kind in kinds.items() if name in case.arguments), Block)
+    layers = [block(8).to(fake.NAME) for _ in range(NUM_LAYERS // (2 if block is Own else 1))]
     unsplit = nn.Sequential(*copy.deepcopy(layers))
     replicated = "replicas" in case.arguments
     torch.manual_seed(dist.get_rank() if replicated else 0)
