@@ -64,12 +64,17 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def recorded(device: torch.device) -> torch.Event:
-    """An event recorded on the device's current stream.
+    """An event recorded on the device's current stream. A thread that waits for it sleeps.
 
-    (Without a stream, `torch.Event.record` uses that of the current device, not that of the event's device.)
+    (Without a stream, `torch.Event.record` uses that of the current device, not that of the event's device. With CUDA a
+    `torch.Event` ignores ``blocking``: its wait would keep a core busy.)
     """
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
+    if device.type == "cuda":
+        event: torch.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+    else:
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
     return event
 
 
