@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import pipe_split, pipeline
+from torch.distributed.pipelining import SplitPoint, pipe_split, pipeline
 
 from fastpipe import Pipeline, check_parity
 from fastpipe.testing import reference_step
@@ -130,3 +130,30 @@ def test_what_does_not_fit_is_refused(schedule: str, num_ranks: int, inputs: int
     (x, shift), y = batch()
     with pytest.raises((ValueError, TypeError), match=message):
         pipe_of(skipping(), schedule, num_ranks=num_ranks).step(*[x, shift][:inputs], target=y)
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(), nn.BatchNorm1d(WIDTH)])
+def test_a_traced_model_keeps_its_mode(layer: nn.Module) -> None:
+    """Also in a copy of a stage; and what the error says works."""
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer, nn.Linear(WIDTH, WIDTH)), torch.randn(8, WIDTH)
+    spec = {"2": SplitPoint.BEGINNING}
+    # tracing wraps the modules of the spec
+    instances = [copy.deepcopy(model).train(mode) for mode in (True, False)]
+    traces = [pipeline(instance, (x[:4],), split_spec=spec) for instance in instances]
+    trained, evaluated = (Pipeline(trace, "1f1b", 2, squared, num_ranks=2) for trace in traces)
+    for stages in (trained, copy.deepcopy(trained.stage_modules[0])):
+        with pytest.raises(
+            ValueError, match=r"traced in train\(\) mode, and aten.\w+.default of stage 0 .*its .eval\(\)"
+        ):
+            stages.eval()
+    trained.train().step(x, target=x)
+    state = trained.state_dict()
+    # in evaluation no operator uses num_batches_tracked
+    evaluated.load_state_dict({name: state[name] for name in evaluated.state_dict()})
+    model.eval().load_state_dict(state)
+    assert torch.equal(evaluated.eval().eval_step(x, target=x).outputs, torch.cat([model(x[:4]), model(x[4:])]))
+    if isinstance(layer, nn.Dropout):
+        with pytest.raises(ValueError, match="traced in eval"):
+            evaluated.train()
+    else:  # it may be frozen
+        evaluated.train()

@@ -396,6 +396,7 @@ class TracedStage(nn.Module):
         # in a tuple, so that it is not registered as a submodule, which would prefix the names
         self._traced = (module,)
         self._place = graph, index
+        self._modes = _modes_of(module)
         self.whole_names = whole_names
         nodes = list(graph.nodes)
         calls = [node for node in nodes if node.op == "call_module"]
@@ -427,11 +428,40 @@ class TracedStage(nn.Module):
         given = tuple(fx.node.map_arg(self._outputs, known.__getitem__))
         return given[0] if len(given) == 1 else given
 
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, unless operators have the other one: tracing makes it a constant.
+
+        Raises:
+            ValueError: naming one of them, with the remedy.
+        """
+        if self._modes and mode != (True in self._modes):
+            traced, wanted = ("eval", "train") if mode else ("train", "eval")
+            raise ValueError(
+                f"stages: the model was traced in {traced}() mode, and {self._modes[not mode]} of stage "
+                f"{self._place[1]} keeps it: trace another instance after its .{wanted}(), for a Pipeline that loads "
+                "this one's state_dict()"
+            )
+        return super().train(mode)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of its module, at the same place of the same graph."""
         made = type(self)(copy.deepcopy(self._traced[0], memo), *self._place, whole_names=self.whole_names)
         made.training = self.training
         return made
+
+
+def _modes_of(module: nn.Module) -> dict[bool, str]:
+    """Operators of a traced stage that are in training or evaluation, by this mode; one of each."""
+    found: dict[bool, str] = {}
+    graphs: dict[nn.Module, Any] = {part: getattr(part, "graph", None) for part in module.modules()}
+    for part, graph in graphs.items():
+        for node in graph.nodes if isinstance(graph, fx.Graph) else ():
+            given = node.normalized_arguments(part, normalize_to_only_use_kwargs=True)
+            mode = given and given.kwargs.get("training", given.kwargs.get("train"))
+            # a BatchNorm in evaluation may be a frozen one of a model in training
+            if mode or (mode is False and "batch_norm" not in str(node.target)):
+                found[mode] = str(node.target)
+    return found
 
 
 def _listed(given: Any) -> list[Any]:
