@@ -157,3 +157,9 @@ def test_a_traced_model_keeps_its_mode(layer: nn.Module) -> None:
             evaluated.train()
     else:  # it may be frozen
         evaluated.train()
+
+
+def test_dropout_of_nothing_has_no_mode() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.Linear(WIDTH, WIDTH)), torch.randn(8, WIDTH)
+    pipe = Pipeline(pipeline(model, (x[:4],), split_spec={"2": SplitPoint.BEGINNING}), "1f1b", 2, squared, num_ranks=2)
+    assert torch.equal(pipe.eval().eval_step(x, target=x).outputs, pipe.train().eval_step(x, target=x).outputs)

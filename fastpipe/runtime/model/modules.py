@@ -457,9 +457,10 @@ def _modes_of(module: nn.Module) -> dict[bool, str]:
     for part, graph in graphs.items():
         for node in graph.nodes if isinstance(graph, fx.Graph) else ():
             given = node.normalized_arguments(part, normalize_to_only_use_kwargs=True)
-            mode = given and given.kwargs.get("training", given.kwargs.get("train"))
-            # a BatchNorm in evaluation may be a frozen one of a model in training
-            if mode or (mode is False and "batch_norm" not in str(node.target)):
+            named = given.kwargs if given else {}
+            mode = named.get("training", named.get("train"))
+            # a BatchNorm in evaluation may be a frozen one of a model in training; dropout of nothing has no mode
+            if named.get("p") != 0 and (mode or (mode is False and "batch_norm" not in str(node.target))):
                 found[mode] = str(node.target)
     return found
 
