@@ -259,17 +259,18 @@ class ExecutionArguments:
         wanted = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
         count = math.prod(map(len, wanted.values()))
         for stage in stages if count > 1 else ():
-            found = 1 if stage.parallel is None else stage.parallel.num_replicas
-            processes = [dist.get_rank()] if stage.parallel is None else stage.parallel.processes()
             trains = any(parameter.requires_grad for parameter in stage.module.parameters())
-            # a wrapper may average over more dimensions than these, but not over others
-            if trains and (found < count or not {*processes}.issuperset(itertools.chain(*wanted.values()))):
-                raise ValueError(
-                    f"mesh has {count} replicas of stage {stage.index} (processes along each dimension: {wanted}), and "
-                    f"its gradients would be averaged over {found} (processes {processes}): wrap it in fully_shard "
-                    "over these dimensions, pass data_parallel=, or leave the dimension out of the mesh if the script "
-                    "averages"
-                )
+            for processes in [[dist.get_rank()]] if stage.parallel is None else stage.parallel.averages():
+                # it may average over more dimensions than these, but not over others
+                if trains and (
+                    len(processes) < count or not {*processes}.issuperset(itertools.chain(*wanted.values()))
+                ):
+                    raise ValueError(
+                        f"mesh has {count} replicas of stage {stage.index} (processes along each dimension: {wanted}), "
+                        f"and gradients of it would be averaged over {len(processes)} (processes {processes}): apply "
+                        "fully_shard over these dimensions, pass data_parallel=, or leave the dimension out of the "
+                        "mesh if the script averages"
+                    )
 
     @property
     def chosen_transport(self) -> Any:

@@ -529,6 +529,22 @@ def test_replicas_along_another_dimension_are_refused(wrap: str) -> None:
 
 
 @on_ranks(4)
+def test_a_layer_with_fewer_replicas_is_refused() -> None:
+    """The rest of its stage has all; the sum of experts, whose owner divides it, is not an average."""
+    mesh = dist.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    made = [nn.Sequential(Mlp(), Mlp()) for _ in range(2)]
+    for stage in made:
+        fully_shard(stage[0], mesh=mesh["dp_shard"])
+        fully_shard(stage, mesh=mesh["dp_replicate", "dp_shard"])
+    processes = dist.get_process_group_ranks(mesh.get_group("dp_shard"))
+    with pytest.raises(ValueError, match=rf"4 replicas of stage 0 .* over 2 \(processes {re.escape(str(processes))}"):
+        Pipeline(made, "1f1b", 2, nn.functional.mse_loss, mesh=mesh, timeout=60)
+    for stage in made:
+        stage[0].set_gradient_divide_factor(4.0)
+    assert Pipeline(made, "1f1b", 2, nn.functional.mse_loss, mesh=mesh, timeout=60).num_ranks == 1
+
+
+@on_ranks(4)
 def test_a_process_outside_is_refused_at_once() -> None:
     """The others neither know nor wait; one that waited for them would give up after the timeout."""
     mesh = DeviceMesh("cpu", torch.tensor([[0], [1]]), mesh_dim_names=("pp", "tp"))

@@ -76,6 +76,12 @@ class Sharded(DataParallel):
         self._last: list[tuple[Any, bool]] = []
         self._known = {module: set(parameters_of(module)) for module in self._inner()}
 
+    def averages(self) -> list[list[int]]:
+        """As `DataParallel.averages`, also along dimensions that shard a DTensor already; without groups whose sum the
+        user divides."""
+        averaged = [group.fsdp_params[0] for group in self._groups if group.gradient_divide_factor is None]
+        return [sorted(parameter.sharded_param.device_mesh.mesh.flatten().tolist()) for parameter in averaged]
+
     def _check_groups(self) -> None:
         """Refuse groups of modules that FSDP cannot run in this stage: it needs one that is around all of a group."""
         for members in map(torch_private.fsdp_modules, self._states):

@@ -138,6 +138,10 @@ class DataParallel(ABC):
         """The processes that it meets in its groups, and this one."""
         return sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
 
+    def averages(self) -> list[list[int]]:
+        """For each group of parameters that is reduced together, the processes with a replica or a shard of them."""
+        return [dist.get_process_group_ranks(group) for group in self.groups]
+
     def why_late(self) -> str:
         """The cause of a fatal failure, for replicas that have not come by the deadline."""
         return (
