@@ -290,9 +290,9 @@ def test_a_pipeline_whose_group_another_one_has_closed_says_why() -> None:
             assert "could not reduce its gradients: process 1 has exited" in text, text
 
 
-def only_one_steps(executor: str) -> tuple[str, str]:
+def only_one_steps(wrap: str) -> tuple[str, str]:
     over, replica = mesh_and_replica()
-    pipe = build("ddp", "zbv", executor, over, timeout=10.0)
+    pipe = build(wrap, "zbv", "auto", over, timeout=5.0)
     if replica == 1:
         return "", ""
     kind, text, _ = caught(lambda: step(pipe, 0, 0))
@@ -300,9 +300,10 @@ def only_one_steps(executor: str) -> tuple[str, str]:
     return kind, text + again[1]
 
 
-def test_a_replica_that_does_not_come_is_named() -> None:
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_a_replica_that_does_not_come_is_named(wrap: str) -> None:
     with ranks(2) as group:
-        kind, text = group.run(only_one_steps, "auto")[0]
+        kind, text = group.run(only_one_steps, wrap)[0]
     assert kind == "StepError"
     assert "another of the 2 replicas of stage 0, in the processes" in text
     assert text.count("build a new one") == 2

@@ -501,27 +501,27 @@ def fsdp_context(root: Any) -> Any:
 
 
 class _Gathering(dist.Work):
-    """An all-gather, by its future."""
+    """An all-gather, by its future and a function that waits for it."""
 
-    def __init__(self, future: Any) -> None:
+    def __init__(self, future: Any, wait: Callable[[Any], Any]) -> None:
         super().__init__()
-        self._future = future
+        self._future, self._wait = future, wait
 
     def get_future(self) -> Any:
         return self._future
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._future.wait()
+        self._wait(self._future)
         return True
 
 
-def keep_future_of_gather(group: Any) -> None:
-    """Keep the future of a parameter group's all-gather instead of its work: Gloo's work holds the connections of its
-    process group, which a rank that leaves a mesh closes."""
+def keep_future_of_gather(group: Any, wait: Callable[[Any], Any]) -> None:
+    """Keep the future of a parameter group's all-gather, and how to wait for it, instead of its work: Gloo's work holds
+    the connections of its process group, which a rank that leaves a mesh closes."""
     result = group._all_gather_result
     if result is not None and result.all_gather_work is not None:
         future = result.all_gather_work.get_future()
-        group._all_gather_result = result._replace(all_gather_work=_Gathering(future))
+        group._all_gather_result = result._replace(all_gather_work=_Gathering(future, wait))
 
 
 def fsdp_collectives(group: Any) -> list[tuple[Any, int]]:

@@ -404,9 +404,9 @@ class Replicated(DataParallel):
         self._starts_early = self._may_start_early() if found else self._starts_early
         return bool(found)
 
-    def begin(self, reduces: bool, num_microbatches: int) -> None:
+    def begin(self, reduces: bool, num_microbatches: int, timeout: float) -> None:
         """Disable the wrapper's hooks."""
-        super().begin(reduces, num_microbatches)
+        super().begin(reduces, num_microbatches, timeout)
         self._took_part = self._skips = False
         self._set = [
             {name: vars(w)[name] for name in torch_private.NOT_REDUCING if name in vars(w)} for w in self.wrappers

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe.runtime.common import Failure, FailureError, cause_text, listed, parameters_of, torch_private, walked
-from fastpipe.runtime.data_parallel.interface import DataParallel, raised_by_collective
+from fastpipe.runtime.data_parallel.interface import DataParallel, raised_by_collective, wait_for
 
 _MODES = "eval_step", "step within no_sync", "step"
 """What a replica may have been called for, by the number that it announces."""
@@ -126,9 +128,9 @@ class Sharded(DataParallel):
             if self.device.type == "cpu" and group.gradient_divide_factor is not None:
                 group.force_sum_reduction_for_comms = True  # Gloo does not multiply what it sums
 
-    def begin(self, reduces: bool, num_microbatches: int) -> None:
+    def begin(self, reduces: bool, num_microbatches: int, timeout: float) -> None:
         """Mark no backward as the last one, and reshard only when the schedule says so."""
-        super().begin(reduces, num_microbatches)
+        super().begin(reduces, num_microbatches, timeout)
         self._mode = 2 if reduces else int(torch.is_grad_enabled())
         self._announced = self._why = None
         self._last = [
@@ -155,12 +157,23 @@ class Sharded(DataParallel):
                 # Gloo's work holds its connections, which a rank that leaves a mesh closes
                 self._announcing = work.get_future()
         for group in self._groups:
-            if torch_private.fsdp_collectives(group)[0][0] not in self.broken:
+            processes = torch_private.fsdp_collectives(group)[0][0]
+            if processes not in self.broken:
                 group.unshard(async_op=True)
                 if self.device.type == "cpu":
-                    torch_private.keep_future_of_gather(group)
+                    torch_private.keep_future_of_gather(group, partial(self._await, processes))
         for group in self.lost():
             raise RuntimeError(self.broken[group])
+
+    def _await(self, group: Any, future: Any) -> None:
+        """Wait for a collective that other replicas may never begin."""
+        if group in self.broken and not future.done():
+            raise FailureError(Failure(None, self.broken[group], is_fatal=True))
+        try:
+            wait_for(future, time.monotonic() + self.timeout, self.why_late)
+        except FailureError as error:
+            self.lose(group, error)
+            raise
 
     def _why_not_alike(self) -> str:
         """The error if the replicas were not called alike, empty if they were; the same in all of them.
@@ -188,7 +201,7 @@ class Sharded(DataParallel):
         for group in self.groups:
             try:
                 if group is self.groups[0]:
-                    announcing.wait()
+                    self._await(group, announcing)
                 elif group not in self.broken:
                     dist.all_reduce(self._announced, group=group)
             except RuntimeError as error:  # sums without this replica; it does not reduce in that group

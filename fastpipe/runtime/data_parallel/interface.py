@@ -76,7 +76,7 @@ class DataParallel(ABC):
         device: where its gradients are.
         description: the wrapper, for `Pipeline.describe`.
         whole_gradients: whether ``.grad`` belongs to a whole parameter, so that it may be summed or compared.
-        num_microbatches: of this step.
+        num_microbatches, timeout: of this step.
     """
 
     stage: int
@@ -88,6 +88,7 @@ class DataParallel(ABC):
     description: str
     whole_gradients: ClassVar[bool]
     num_microbatches = 0
+    timeout: float
     _reduces = _begun = False
 
     def marks(self) -> list[int]:
@@ -225,14 +226,16 @@ class DataParallel(ABC):
             )
 
     @abstractmethod
-    def begin(self, reduces: bool, num_microbatches: int) -> None:
+    def begin(self, reduces: bool, num_microbatches: int, timeout: float) -> None:
         """Start a step: disable the wrapper's hooks.
 
         Args:
             reduces: whether this step reduces gradients; False where steps accumulate.
             num_microbatches: must be the same in all replicas.
+            timeout: seconds to wait for another replica.
         """
         self._reduces, self.num_microbatches, self._begun = reduces, num_microbatches, False
+        self.timeout = timeout
 
     @abstractmethod
     def unshard(self) -> None:

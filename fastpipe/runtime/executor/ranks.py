@@ -324,7 +324,7 @@ class LocalRanks:
         for rank, held in self.stages.items():
             found = [(stage.index, stage.parallel) for stage in held.values() if stage.parallel is not None]
             for _, parallel in found:
-                parallel.begin(True, program.num_microbatches)
+                parallel.begin(True, program.num_microbatches, self.timeout)
                 parallel.skip_step()
             try:
                 for instruction in program[rank]:
@@ -427,7 +427,7 @@ class LocalRanks:
         replicated = [(stage.index, stage.parallel) for stage in stages if stage.parallel is not None]
         for index, parallel in replicated:
             reduces = executor.stages[index].work.reduces and torch.is_grad_enabled()
-            parallel.begin(reduces, executor.program.num_microbatches)
+            parallel.begin(reduces, executor.program.num_microbatches, self.timeout)
         spans = self._run_program(executor, *how)
         if replicated:
             self._await_replicas(executor.rank, replicated, self._failure_text() if spans is None else None)
