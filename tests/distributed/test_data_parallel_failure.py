@@ -292,7 +292,7 @@ def test_a_pipeline_whose_group_another_one_has_closed_says_why() -> None:
 
 def only_one_steps(wrap: str) -> tuple[str, str]:
     over, replica = mesh_and_replica()
-    pipe = build(wrap, "zbv", "auto", over, timeout=5.0)
+    pipe = build(wrap, "zbv", "auto", over, timeout=10.0)
     if replica == 1:
         return "", ""
     kind, text, _ = caught(lambda: step(pipe, 0, 0))
