@@ -170,6 +170,19 @@ def test_a_stage_has_its_own_modules_only() -> None:
     ]
 
 
+def test_the_models_own_eval_reaches_the_stages() -> None:
+    """A forward around the blocks may ask for the mode, as OPT's does to leave out blocks."""
+    model = decoder("llama", num_hidden_layers=2)
+    layers = fastpipe.split(model)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, num_ranks=2)
+    ids = padded_batch(4)[0]
+    for mode in (False, True):
+        model.train(mode)
+        pipe.eval_step(ids, target=ids)
+        parts = [part for stage in pipe.stage_modules.values() for part in (stage, stage.model, stage._parts[0])]
+        assert {part.training for part in parts} == {mode}
+
+
 def assert_unsplit_step(pipe: fastpipe.Pipeline, model: Any) -> None:
     """A step with the unsplit model's loss and gradients, up to rounding."""
     ids, mask, labels = padded_batch(9)

@@ -176,8 +176,11 @@ class HuggingFaceStage(WholeNames):
         self.is_last = len(all_blocks) + 1 in layers
         *outer, last = layout.blocks.split(".")
         whole = holder = shallow(model)
+        copied: list[tuple[nn.Module, nn.Module]] = [(whole, model)]
         for name in outer:
-            children_of(holder)[name] = holder = shallow(children_of(holder)[name])
+            inner = holder.get_submodule(name)
+            children_of(holder)[name] = holder = shallow(inner)
+            copied.append((holder, inner))
         flow = Flow()
         own = [i - 1 for i in layers if 0 < i <= len(all_blocks)]
         children_of(holder)[last] = Blocks(all_blocks, own, layout.length, flow)
@@ -187,7 +190,10 @@ class HuggingFaceStage(WholeNames):
             _replace(whole, path, Placeholder(whole.get_submodule(path), flow))
         for path in layout.everywhere:
             # some of them store the longest text so far
-            _replace(whole, path, copy.deepcopy(whole.get_submodule(path)))
+            part = whole.get_submodule(path)
+            own_part = copy.deepcopy(part)
+            _replace(whole, path, own_part)
+            copied += zip(own_part.modules(), part.modules(), strict=True)
         run = whole if self.is_last or not outer else whole.get_submodule(outer[0])
         self._main = model.main_input_name
         self._takes_main = self.is_first or (self.is_last and takes_ids)
@@ -198,7 +204,7 @@ class HuggingFaceStage(WholeNames):
         self._parts = whole, run, flow
         self._no_cache = no_cache(model)
         torch_private.set_children(self, children_of(whole))
-        self.training = model.training
+        self.stand_for(model, copied)
 
     def accepts(self) -> frozenset[str] | None:
         """The accepted keyword arguments."""
@@ -224,7 +230,7 @@ class HuggingFaceStage(WholeNames):
             named: the input by name, in the first stage; others as in the unsplit model, the same in every stage.
         """
         whole, run, flow = self._parts
-        whole.training = self.training
+        self.follow_modes()
         # a twin, of a stage that has a module of an earlier one, has others
         torch_private.set_children(whole, children_of(self))
         given = named.pop(self._main, None)
