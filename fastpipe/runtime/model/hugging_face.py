@@ -105,12 +105,11 @@ class HuggingFaceLayers(SplitLayers):
     """
 
     def __init__(self, model: Any, example: Collection[str] = (), run: Callable[[], Any] | None = None) -> None:
-        self._task, layout = _examine(model, example, run)
-        self._loss = model.loss_function
-        self._config = model.config
+        task, layout = _examine(model, example, run)
+        self._labels = _Labels(task, model.loss_function, model.config)
         self.num_blocks = len(model.get_submodule(layout.blocks))
         # the ids say which token of a row is the last one
-        takes_ids = self._task is _ROW and model.main_input_name == "input_ids"
+        takes_ids = task is _ROW and model.main_input_name == "input_ids"
         super().__init__(partial(HuggingFaceStage, model, layout, takes_ids), self.num_blocks + 2)
         # fully_shard and parallelize_module make several Parameters of a tied weight
         if getattr(model.config, "tie_word_embeddings", False):
@@ -127,37 +126,47 @@ class HuggingFaceLayers(SplitLayers):
         of a step is the mean over all labels of the batch, as in the unsplit model. Microbatches without labels are
         ignored. Rows that are classified have a label each.
         """
-        loss, config = self._loss, self._config
+        return self._labels.loss_fn
 
-        def loss_fn(output: Any, labels: torch.Tensor) -> torch.Tensor:
-            logits = getattr(output, "logits", output)
-            found: torch.Tensor
-            count = self.num_tokens(labels)
-            if self._task is not _ROW:
-                found = loss(
-                    logits=logits,
-                    labels=labels,
-                    vocab_size=config.vocab_size,
-                    config=config,
-                    num_items_in_batch=max(count, 1),
-                )
-            elif count:
-                found = loss(labels=labels, pooled_logits=logits, config=config)
-            else:  # its mean would be NaN
-                found = logits.sum() * 0
-            return found
-
-        loss_fn.target_name = "labels"  # type: ignore[attr-defined]
-        return loss_fn
-
-    def num_tokens(self, labels: torch.Tensor) -> int:
+    @property
+    def num_tokens(self) -> Callable[[torch.Tensor], int]:
         """The number of labels that count: but -100, and of a causal model but the first of every row.
 
         Of a regression, and if a row has several labels, the number of rows.
         """
-        if self._task is _ROW and labels.is_floating_point():
+        return self._labels.num_tokens
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """What a model makes of labels. A pipeline has its methods, so it must not hold the model, nor the layers."""
+
+    task: str
+    loss: Callable[..., torch.Tensor]
+    config: Any
+
+    def loss_fn(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+        logits = getattr(output, "logits", output)
+        count = self.num_tokens(labels)
+        if self.task is not _ROW:
+            return self.loss(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                config=self.config,
+                num_items_in_batch=max(count, 1),
+            )
+        if count:
+            return self.loss(labels=labels, pooled_logits=logits, config=self.config)
+        found: torch.Tensor = logits.sum() * 0  # the mean of no labels would be NaN
+        return found
+
+    loss_fn.target_name = "labels"  # type: ignore[attr-defined]
+
+    def num_tokens(self, labels: torch.Tensor) -> int:
+        if self.task is _ROW and labels.is_floating_point():
             return len(labels)
-        return int(((labels[..., 1:] if self._task is _NEXT else labels) != IGNORED).sum())
+        return int(((labels[..., 1:] if self.task is _NEXT else labels) != IGNORED).sum())
 
 
 class HuggingFaceStage(WholeNames):
