@@ -360,6 +360,13 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
     model.compile()
     with pytest.raises(ValueError, match="LlamaForCausalLM .*compile its blocks"):
         fastpipe.split(model)
+    for part in ("", "model"):
+        model = decoder("llama")
+        wrapped = torch.compile(model.get_submodule(part))
+        if part:
+            model.model = wrapped
+        with pytest.raises(ValueError, match=r"OptimizedModule.forward was replaced .*torch.compile.*split the model"):
+            fastpipe.split(model if part else wrapped)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -373,6 +380,8 @@ def test_a_batch_as_the_unsplit_model_takes_it(kind: str) -> None:
     result = pipe.step(**batch, labels=labels)
     expected = model(**batch, labels=labels).loss
     torch.testing.assert_close(result.loss, expected.detach())
+    with pytest.raises(ValueError, match="input_ids: it was given by position and by this name"):
+        pipe.step(ids, **batch, labels=labels)
     torch.testing.assert_close(pipe.eval_step(**batch, labels=labels).loss, expected.detach())
     assert result.losses is not None and len(result.losses) == 4
     with pytest.raises(ValueError, match="token_type_ids: "):

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import children_of, cuda_devices, parameters_of, torch_private
-from fastpipe.runtime.model.chain import SplitLayers, WholeNames, shallow
+from fastpipe.runtime.model.chain import SplitLayers, WholeNames, check_forward, shallow
 
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Values of ``config.model_type`` that tests compare with the unsplit model; others need an example."""
@@ -243,8 +243,10 @@ class HuggingFaceStage(WholeNames):
         # a twin, of a stage that has a module of an earlier one, has others
         torch_private.set_children(whole, children_of(self))
         given = named.pop(self._main, None)
-        if given is None and self.is_first:
-            given = x
+        if self.is_first:
+            if given is not None and x is not None:
+                raise ValueError(f"{self._main}: it was given by position and by this name; leave one of them out")
+            given = x if given is None else given
         elif not self._takes_main:
             # later stages use only the shape, dtype and device of hidden states
             given = x.detach()
@@ -320,6 +322,7 @@ def _parts(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     holder, prefix = model, ""
     for name in blocks.split("."):
+        check_forward(holder)
         if parameters_of(holder):
             raise ValueError(f"model: {type(holder).__name__} has parameters beside its modules; {INSTEAD}")
         found |= {prefix + key: part for key, part in children_of(holder).items() if part is not None and key != name}

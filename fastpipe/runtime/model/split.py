@@ -25,6 +25,7 @@ from fastpipe.runtime.model.chain import (
     WholeNames,
     accepted_names,
     as_layers,
+    check_forward,
     check_whole_unhooked,
     selected,
     shallow,
@@ -88,6 +89,7 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
         if not layers:
             raise ValueError("model has no layers: give at least one")
         return layers
+    check_forward(model)
     layers = (_hugging_face if is_hugging_face(model) else _row)(model, example, kwargs)
     layers.whole = model
     return layers
