@@ -216,6 +216,9 @@ class Pipeline:
     def _start(self, arguments: Arguments, request: BuildRequest, local: LocalStages) -> None:
         """Use these stages and programs from the next step on."""
         steps = make_steps(arguments, request, local, self._world, self.transport, self._executor)
+        if not self._world.is_single_process:
+            # it is cut once, so that the caller may free the layers of other processes
+            arguments = replace(arguments, model=replace(arguments.model, stages=local.modules))
         self._arguments, self._build, self._local, self._steps = arguments, request, local, steps
         self.num_microbatches = request.num_microbatches
         # what it holds lives until it is called, so it must not hold the stages

@@ -75,17 +75,17 @@ def tied_reference(model: nn.Module, ties: Sequence[Tie]) -> Iterator[None]:
     Raises:
         ValueError: if the model's weights are not tied, or have hooks.
     """
-    children = dict(children_of(model))
     ties = [tie for tie in ties if len(tie.stages) > 1]  # within one stage, autograd sums a pipeline's uses, too
+    replaced = _separate(model, ties)
     try:
-        _separate(model, ties)
         shared = [Shared(tie, _places_by_name(model, tie)) for tie in ties]
         for weight in shared:
             weight.check_hooks()
         with _aliases_in(shared):
             yield
     finally:
-        children_of(model).update(children)
+        for holder, name, module in replaced:
+            children_of(holder)[name] = module
 
 
 def ties_in(model: nn.Module, ties: Sequence[Tie]) -> list[Tie]:
@@ -117,18 +117,35 @@ def _aliases_in(shared: Sequence[Shared]) -> Iterator[None]:
             weight.unbind_alias()
 
 
-def _separate(model: nn.Module, ties: Sequence[Tie]) -> None:
-    """Copy modules that layers of several stages share, like `own_modules` for those of a pipeline."""
-    layers = {
-        (stage, name.partition(".")[0]) for tie in ties for (stage, _), name in zip(tie.members, tie.names, strict=True)
-    }
+def _separate(model: nn.Module, ties: Sequence[Tie]) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Copy modules that parts of several stages share, like `own_modules` for those of a pipeline.
+
+    Returns:
+        The modules that were replaced, with their holders and names there.
+    """
+    stages = {name: stage for tie in ties for (stage, _), name in zip(tie.members, tie.names, strict=True)}
     seen: dict[int, set[int]] = {}
     made: dict[int, Made] = {}
-    for stage, name in sorted(layers):
-        layer = model.get_submodule(name)
-        if any(earlier & with_parameters(layer) for other, earlier in seen.items() if other != stage):
-            layer = children_of(model)[name] = twin(layer, made.setdefault(stage, {}))
-        seen.setdefault(stage, set()).update(with_parameters(layer))
+    replaced = []
+    paths = {(stage, _own_part(name, stages)) for name, stage in stages.items()}
+    for stage, path in sorted((stage, path) for stage, path in paths if path):
+        part = model.get_submodule(path)
+        if any(earlier & with_parameters(part) for other, earlier in seen.items() if other != stage):
+            parent, _, name = path.rpartition(".")
+            holder = model.get_submodule(parent)
+            replaced.append((holder, name, part))
+            part = children_of(holder)[name] = twin(part, made.setdefault(stage, {}))
+        seen.setdefault(stage, set()).update(with_parameters(part))
+    return replaced
+
+
+def _own_part(name: str, stages: Mapping[str, int]) -> str:
+    """The path of the outermost module around a tied weight that has none of another stage; empty if the model has the
+    weight beside its modules."""
+    steps = name.split(".")
+    paths = [".".join(steps[:number]) for number in range(1, len(steps))]
+    others = [other for other, stage in stages.items() if stage != stages[name]]
+    return next((path for path in paths if not any(other.startswith(f"{path}.") for other in others)), "")
 
 
 def _places_by_name(model: nn.Module, tie: Tie) -> dict[int, Places]:

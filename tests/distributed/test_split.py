@@ -1,5 +1,7 @@
 """Hugging Face decoder models whose stages are processes, and cuts on which processes have to agree."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -33,6 +35,23 @@ def test_schedules_of_each_kind(kind: str, schedules: list[str], executor: str) 
         # both ways between processes
         transport = "process_group" if executor == "python" else "auto"
         train_decoder(kind, schedule, count, steps=1, executor=executor, transport=transport)
+
+
+@on_ranks(2)
+def test_the_layers_of_other_processes_can_be_freed(executor: str) -> None:
+    """A Pipeline keeps neither them nor the model, also with the model's own loss and number of labels."""
+    model = decoder("llama")
+    layers = fastpipe.split(model)
+    options: Any = {"loss_reduction": layers.num_tokens, "executor": executor}
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, **options)
+    kept = {id(parameter) for parameter in pipe.parameters()}
+    others = [weakref.ref(parameter) for parameter in model.parameters() if id(parameter) not in kept]
+    ids, mask, labels = padded_batch(4)
+    expected = model(ids, attention_mask=mask, labels=labels).loss.detach()
+    del model, layers, options
+    gc.collect()
+    assert others and not any(other() is not None for other in others)
+    torch.testing.assert_close(pipe.step(ids, attention_mask=mask, target=labels).loss, expected)
 
 
 def cut_apart(folder: str) -> dict[str, Any]:

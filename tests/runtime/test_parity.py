@@ -224,6 +224,39 @@ def test_a_tied_weight_is_matched_by_any_of_its_names() -> None:
     assert parity.ok, parity
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_blocks_that_share_a_module(schedule: str) -> None:
+    """The uses of each stage are summed first, as in the pipeline, also where the model names the blocks in a part."""
+
+    class Block(nn.Module):
+        def __init__(self, mix: nn.Module) -> None:
+            super().__init__()
+            self.norm, self.mix = nn.LayerNorm(4), mix
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return x + self.mix(self.norm(x)).tanh()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            mix = nn.Linear(4, 4)
+            self.blocks, self.head = nn.ModuleList(Block(mix) for _ in range(6)), nn.Linear(4, 4)
+            self.shift = self.head.bias
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = x + self.shift
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    model, (x, y) = Model(), torch.randn(2, 9, 4)
+    pipe = Pipeline(split(model, x), schedule, 6, nn.functional.mse_loss, num_ranks=2)
+    mix = model.blocks[5].mix
+    parity = check_parity(pipe, model, (x, y))
+    assert parity.ok, parity
+    assert all(block.mix is mix for block in model.blocks)
+
+
 def test_stages_made_by_a_function_are_matched_by_order() -> None:
     layers = CASE.layers(4)
     pipe = Pipeline(lambda stage: copy.deepcopy(layers[stage]), "zbv", 4, squared, num_ranks=2)

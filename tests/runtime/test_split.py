@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -139,6 +140,47 @@ def test_what_comes_before_the_blocks_has_the_models_modes(first: bool) -> None:
     model.norm.eval()
     pipe.step(x, target=x)
     assert model.drop.training and not model.norm.training
+
+
+class Stemmed(nn.Module):
+    """The blocks and what precedes them are in a part, which may have another mode than the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = Stem(), nn.Linear(WIDTH, WIDTH)
+        self.stem.norm, self.stem.drop = nn.Identity(), nn.Identity()  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.stem(x * 2 if self.training else x))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+def test_the_mode_is_the_one_that_was_set_last_of_the_model_or_of_the_pipeline(schedule: str) -> None:
+    model, x = Stemmed(), torch.randn(8, WIDTH)
+    layers = fastpipe.split(model, x[:2])
+    pipe = fastpipe.Pipeline(layers, schedule, 4, nn.functional.mse_loss, num_ranks=2)
+
+    def assert_unsplit_output(model: nn.Module = model) -> None:
+        torch.testing.assert_close(pipe.eval_step(x, target=x).outputs, model(x).detach())
+
+    model.eval()
+    assert_unsplit_output()
+    pipe.train()
+    assert model.training and model.stem.training
+    model.stem.eval()
+    assert_unsplit_output()
+    pipe.eval()
+    assert_unsplit_output()
+    pipe.train()
+    model.eval()
+    assert not fastpipe.check_parity(pipe, layers, (x, x)).differences
+    assert_unsplit_output()
+    copied = copy.deepcopy(pipe.stage_modules[0])
+    copied.train()
+    assert not model.training and pickle.loads(pickle.dumps(copied)).training
+    del model, layers, assert_unsplit_output
+    with_dropout = pipe.train().eval_step(x, target=x).outputs
+    assert not torch.equal(with_dropout, pipe.eval().eval_step(x, target=x).outputs)
 
 
 def test_split_leaves_the_model_alone() -> None:

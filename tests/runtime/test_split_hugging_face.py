@@ -170,6 +170,19 @@ def test_a_stage_has_its_own_modules_only() -> None:
     ]
 
 
+def test_the_models_own_eval_reaches_the_stages() -> None:
+    """A forward around the blocks may ask for the mode, as OPT's does to leave out blocks."""
+    model = decoder("llama", num_hidden_layers=2)
+    layers = fastpipe.split(model)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, num_ranks=2)
+    ids = padded_batch(4)[0]
+    for mode in (False, True):
+        model.train(mode)
+        pipe.eval_step(ids, target=ids)
+        parts = [part for stage in pipe.stage_modules.values() for part in (stage, stage.model, stage._parts[0])]
+        assert {part.training for part in parts} == {mode}
+
+
 def assert_unsplit_step(pipe: fastpipe.Pipeline, model: Any) -> None:
     """A step with the unsplit model's loss and gradients, up to rounding."""
     ids, mask, labels = padded_batch(9)
@@ -347,6 +360,13 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
     model.compile()
     with pytest.raises(ValueError, match="LlamaForCausalLM .*compile its blocks"):
         fastpipe.split(model)
+    for part in ("", "model"):
+        model = decoder("llama")
+        wrapped = torch.compile(model.get_submodule(part))
+        if part:
+            model.model = wrapped
+        with pytest.raises(ValueError, match=r"OptimizedModule.forward was replaced .*torch.compile.*split the model"):
+            fastpipe.split(model if part else wrapped)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -360,6 +380,8 @@ def test_a_batch_as_the_unsplit_model_takes_it(kind: str) -> None:
     result = pipe.step(**batch, labels=labels)
     expected = model(**batch, labels=labels).loss
     torch.testing.assert_close(result.loss, expected.detach())
+    with pytest.raises(ValueError, match="input_ids: it was given by position and by this name"):
+        pipe.step(ids, **batch, labels=labels)
     torch.testing.assert_close(pipe.eval_step(**batch, labels=labels).loss, expected.detach())
     assert result.losses is not None and len(result.losses) == 4
     with pytest.raises(ValueError, match="token_type_ids: "):

@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -208,8 +209,53 @@ class _BuffersKept:
         self._put_back.pop()()
 
 
+class Original:
+    """A weak reference to a module of the unsplit model, which the caller may delete; copies and pickles lose it."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.find: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
+
+    def __reduce__(self) -> tuple[type[Original], tuple[()]]:
+        return Original, ()
+
+
 class WholeNames(nn.Module):
     """A part of a model whose parameters and buffers have the unsplit model's names."""
+
+    _original = Original()
+    _copied: Sequence[tuple[nn.Module, Original]] = ()
+
+    def stand_for(self, original: nn.Module, copied: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        """Have one training mode with a module of the unsplit model, while that exists.
+
+        Args:
+            copied: this one's copies of further modules of that model, with these; they have one mode, too.
+        """
+        self._original, self._copied = Original(original), [(own, Original(module)) for own, module in copied]
+        self.follow_modes()
+
+    def share_modes(self, other: WholeNames) -> None:
+        """Stand for the same modules as one that this is a copy of."""
+        self._original = other._original
+        self._copied = [(own, module) for (own, _), (_, module) in zip(self._copied, other._copied, strict=True)]
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, also of the unsplit model's modules that it stands for."""
+        super().train(mode)
+        for original in (self._original, *(original for _, original in self._copied)):
+            module = original.find()
+            if module is not None:
+                module.training = mode
+        return self
+
+    def follow_modes(self) -> None:
+        """Take the modes of the unsplit model, which the user may have set by its own `eval` and `train`.
+
+        Once it is deleted, all have the mode of this module.
+        """
+        for own, original in ((self, self._original), *self._copied):
+            module = original.find()
+            own.training = self.training if module is None else module.training
 
     def accepts(self) -> frozenset[str] | None:
         """The accepted keyword arguments; None for any."""

@@ -38,7 +38,7 @@ from fastpipe.runtime.common import (
     version_of,
     zero_grad_of,
 )
-from fastpipe.runtime.model.chain import Chain
+from fastpipe.runtime.model.chain import Chain, WholeNames
 
 TORCHS_OWN = nn.Module().__dict__.keys() - torch_private.MEMBERS
 """Entries of nn.Module itself, such as hooks, which twins share as they are."""
@@ -530,4 +530,8 @@ def _copied(module: nn.Module) -> nn.Module:
     """A deep copy. What a forward has left on a module, such as a loss, is copied without its graph."""
     attributes = pytree.tree_leaves([vars(m) for m in module.modules()])
     graphs = [value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf]
-    return copy.deepcopy(module, {id(value): value.detach().clone() for value in graphs})
+    made = copy.deepcopy(module, {id(value): value.detach().clone() for value in graphs})
+    for original, copied in zip(module.modules(), made.modules(), strict=True):
+        if isinstance(original, WholeNames) and isinstance(copied, WholeNames):
+            copied.share_modes(original)
+    return made

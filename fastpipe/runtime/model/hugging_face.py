@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import children_of, cuda_devices, parameters_of, torch_private
-from fastpipe.runtime.model.chain import SplitLayers, WholeNames, shallow
+from fastpipe.runtime.model.chain import SplitLayers, WholeNames, check_forward, shallow
 
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Values of ``config.model_type`` that tests compare with the unsplit model; others need an example."""
@@ -105,12 +105,11 @@ class HuggingFaceLayers(SplitLayers):
     """
 
     def __init__(self, model: Any, example: Collection[str] = (), run: Callable[[], Any] | None = None) -> None:
-        self._task, layout = _examine(model, example, run)
-        self._loss = model.loss_function
-        self._config = model.config
+        task, layout = _examine(model, example, run)
+        self._labels = _Labels(task, model.loss_function, model.config)
         self.num_blocks = len(model.get_submodule(layout.blocks))
         # the ids say which token of a row is the last one
-        takes_ids = self._task is _ROW and model.main_input_name == "input_ids"
+        takes_ids = task is _ROW and model.main_input_name == "input_ids"
         super().__init__(partial(HuggingFaceStage, model, layout, takes_ids), self.num_blocks + 2)
         # fully_shard and parallelize_module make several Parameters of a tied weight
         if getattr(model.config, "tie_word_embeddings", False):
@@ -127,37 +126,47 @@ class HuggingFaceLayers(SplitLayers):
         of a step is the mean over all labels of the batch, as in the unsplit model. Microbatches without labels are
         ignored. Rows that are classified have a label each.
         """
-        loss, config = self._loss, self._config
+        return self._labels.loss_fn
 
-        def loss_fn(output: Any, labels: torch.Tensor) -> torch.Tensor:
-            logits = getattr(output, "logits", output)
-            found: torch.Tensor
-            count = self.num_tokens(labels)
-            if self._task is not _ROW:
-                found = loss(
-                    logits=logits,
-                    labels=labels,
-                    vocab_size=config.vocab_size,
-                    config=config,
-                    num_items_in_batch=max(count, 1),
-                )
-            elif count:
-                found = loss(labels=labels, pooled_logits=logits, config=config)
-            else:  # its mean would be NaN
-                found = logits.sum() * 0
-            return found
-
-        loss_fn.target_name = "labels"  # type: ignore[attr-defined]
-        return loss_fn
-
-    def num_tokens(self, labels: torch.Tensor) -> int:
+    @property
+    def num_tokens(self) -> Callable[[torch.Tensor], int]:
         """The number of labels that count: but -100, and of a causal model but the first of every row.
 
         Of a regression, and if a row has several labels, the number of rows.
         """
-        if self._task is _ROW and labels.is_floating_point():
+        return self._labels.num_tokens
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """What a model makes of labels. A pipeline has its methods, so it must not hold the model, nor the layers."""
+
+    task: str
+    loss: Callable[..., torch.Tensor]
+    config: Any
+
+    def loss_fn(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+        logits = getattr(output, "logits", output)
+        count = self.num_tokens(labels)
+        if self.task is not _ROW:
+            return self.loss(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                config=self.config,
+                num_items_in_batch=max(count, 1),
+            )
+        if count:
+            return self.loss(labels=labels, pooled_logits=logits, config=self.config)
+        found: torch.Tensor = logits.sum() * 0  # the mean of no labels would be NaN
+        return found
+
+    loss_fn.target_name = "labels"  # type: ignore[attr-defined]
+
+    def num_tokens(self, labels: torch.Tensor) -> int:
+        if self.task is _ROW and labels.is_floating_point():
             return len(labels)
-        return int(((labels[..., 1:] if self._task is _NEXT else labels) != IGNORED).sum())
+        return int(((labels[..., 1:] if self.task is _NEXT else labels) != IGNORED).sum())
 
 
 class HuggingFaceStage(WholeNames):
@@ -176,8 +185,11 @@ class HuggingFaceStage(WholeNames):
         self.is_last = len(all_blocks) + 1 in layers
         *outer, last = layout.blocks.split(".")
         whole = holder = shallow(model)
+        copied: list[tuple[nn.Module, nn.Module]] = [(whole, model)]
         for name in outer:
-            children_of(holder)[name] = holder = shallow(children_of(holder)[name])
+            inner = holder.get_submodule(name)
+            children_of(holder)[name] = holder = shallow(inner)
+            copied.append((holder, inner))
         flow = Flow()
         own = [i - 1 for i in layers if 0 < i <= len(all_blocks)]
         children_of(holder)[last] = Blocks(all_blocks, own, layout.length, flow)
@@ -187,7 +199,10 @@ class HuggingFaceStage(WholeNames):
             _replace(whole, path, Placeholder(whole.get_submodule(path), flow))
         for path in layout.everywhere:
             # some of them store the longest text so far
-            _replace(whole, path, copy.deepcopy(whole.get_submodule(path)))
+            part = whole.get_submodule(path)
+            own_part = copy.deepcopy(part)
+            _replace(whole, path, own_part)
+            copied += zip(own_part.modules(), part.modules(), strict=True)
         run = whole if self.is_last or not outer else whole.get_submodule(outer[0])
         self._main = model.main_input_name
         self._takes_main = self.is_first or (self.is_last and takes_ids)
@@ -198,7 +213,7 @@ class HuggingFaceStage(WholeNames):
         self._parts = whole, run, flow
         self._no_cache = no_cache(model)
         torch_private.set_children(self, children_of(whole))
-        self.training = model.training
+        self.stand_for(model, copied)
 
     def accepts(self) -> frozenset[str] | None:
         """The accepted keyword arguments."""
@@ -224,12 +239,14 @@ class HuggingFaceStage(WholeNames):
             named: the input by name, in the first stage; others as in the unsplit model, the same in every stage.
         """
         whole, run, flow = self._parts
-        whole.training = self.training
+        self.follow_modes()
         # a twin, of a stage that has a module of an earlier one, has others
         torch_private.set_children(whole, children_of(self))
         given = named.pop(self._main, None)
-        if given is None and self.is_first:
-            given = x
+        if self.is_first:
+            if given is not None and x is not None:
+                raise ValueError(f"{self._main}: it was given by position and by this name; leave one of them out")
+            given = x if given is None else given
         elif not self._takes_main:
             # later stages use only the shape, dtype and device of hidden states
             given = x.detach()
@@ -305,6 +322,7 @@ def _parts(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     holder, prefix = model, ""
     for name in blocks.split("."):
+        check_forward(holder)
         if parameters_of(holder):
             raise ValueError(f"model: {type(holder).__name__} has parameters beside its modules; {INSTEAD}")
         found |= {prefix + key: part for key, part in children_of(holder).items() if part is not None and key != name}

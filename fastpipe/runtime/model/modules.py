@@ -286,6 +286,8 @@ def flags_of(module: nn.Module) -> list[bool]:
     """
     flags = []
     for found in walked(module):
+        if isinstance(found, WholeNames):
+            found.follow_modes()
         flags.append(found.training)
         parameters = parameters_of(found)
         if parameters:

@@ -25,6 +25,7 @@ from fastpipe.runtime.model.chain import (
     WholeNames,
     accepted_names,
     as_layers,
+    check_forward,
     check_whole_unhooked,
     selected,
     shallow,
@@ -88,6 +89,7 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
         if not layers:
             raise ValueError("model has no layers: give at least one")
         return layers
+    check_forward(model)
     layers = (_hugging_face if is_hugging_face(model) else _row)(model, example, kwargs)
     layers.whole = model
     return layers
@@ -380,7 +382,7 @@ class RowStage(WholeNames):
 
     def __init__(self, model: nn.Module, given: Mapping[str, Further], layers: Sequence[int]) -> None:
         super().__init__()
-        self._row = row = list(given)
+        row = list(given)
         own = [row[layer - 1] for layer in layers if layer]
         begins = 0 in layers
         kept = _kept(model, "", row, own, begins)
@@ -389,8 +391,10 @@ class RowStage(WholeNames):
         torch_private.set_children(self, children_of(kept))
         # not children: they are submodules already, under the model's names
         self._own = [(model.get_submodule(path), given[path]) for path in own]
-        self._before = [(_before_row(model, "", given), given[row[0]])] if begins else []
-        self.training = model.training
+        copied: list[tuple[nn.Module, nn.Module]] = []
+        self._before = [(_before_row(model, "", given, copied), given[row[0]])] if begins else []
+        if begins:
+            self.stand_for(model, copied)
         for _, further in (*self._own, *self._before):
             self._share_buffers(model, further)
         self._names = accepted_names(model) if begins else frozenset()
@@ -431,7 +435,7 @@ class RowStage(WholeNames):
         return self.get_buffer(value.name) if isinstance(value, Buffer) else value
 
     def _run_before(self, model: nn.Module, further: Further, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _set_training(model, self.training, "", self._row)
+        self.follow_modes()
         others, named = self._present(further)
         versions = [version_of(value) for value in (*others, *named.values()) if isinstance(value, torch.Tensor)]
         try:
@@ -506,26 +510,24 @@ def _kept(module: nn.Module, path: str, row: Collection[str], own: Sequence[str]
     return holder
 
 
-def _before_row(module: nn.Module, path: str, row: Mapping[str, Further]) -> nn.Module:
-    """A copy of the model without its row, which ends where the row begins."""
+def _before_row(
+    module: nn.Module, path: str, row: Mapping[str, Further], copied: list[tuple[nn.Module, nn.Module]]
+) -> nn.Module:
+    """A copy of the model without its row, which ends where the row begins.
+
+    Args:
+        copied: gets the copies of modules, and these.
+    """
     if path in row:
         return _end()
     if not _holds(path, row):
         return module
     twin: nn.Module = shallow(module)
+    copied.append((twin, module))
     for name, child in children_of(module).items():
-        children_of(twin)[name] = child and _before_row(child, _join(path, name), row)
+        children_of(twin)[name] = child and _before_row(child, _join(path, name), row, copied)
     return twin
 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _set_training(model: nn.Module, mode: bool, path: str, row: Collection[str]) -> None:
-    """Set the mode of the modules around the row. All others are children of the stage, with modes of their own."""
-    model.training = mode
-    for name, child in children_of(model).items():
-        inner = _join(path, name)
-        if child is not None and inner not in row and _holds(inner, row):
-            _set_training(child, mode, inner, row)
