@@ -145,6 +145,7 @@ void TensorPayload::note_idle() {
 
 void TensorPayload::pack() {
   for (at::Tensor& tensor : tensors_) tensor = packed(tensor);
+  filled();  // by the copies, too
 }
 
 void TensorPayload::copy_from(const Payload& source) {

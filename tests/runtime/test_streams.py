@@ -153,7 +153,8 @@ print("gradients", races())
 
 class Passing(steps.Block):
     def forward(self, x, first=None):
-        return super().forward(x), x * 2 if first is None else first
+        y = super().forward(x)  # sent with gaps in memory
+        return torch.stack([y, y], -1)[..., 0], x * 2 if first is None else first
 layers = [Passing(8).to("fake") for _ in range(3)]
 pipe = fastpipe.Pipeline(layers, "1f1b", 8, num_ranks=3, transport=Loopback(delay=1e-3))
 for _ in range(6):
@@ -302,7 +303,7 @@ def test_gradients_of_a_tied_weight_are_averaged_when_they_are_there(library: Pa
 
 def test_what_stages_share_is_ordered(library: Path, tmp_path: Path) -> None:
     """The gradient of a weight that the loss uses, too, and to which W adds products; the memory of a tensor that a
-    rank passes on, which is another rank's; and that of equal treespecs of two stages."""
+    rank passes on, which is another rank's, and the copy of one with gaps; and equal treespecs of two stages."""
     skip_without_native()
     assert run_text(SHARED, library, tmp_path) == ["gradients []", "messages []", "treespecs []"]
 
