@@ -106,13 +106,15 @@ const std::vector<at::Tensor>& TensorPayload::taken_in() const {
 }
 
 void TensorPayload::clear() noexcept {
-  tensors_.clear();
   try {
-    read_.wait();  // what is made in their memory next comes after its last reader
+    // Before the memory goes back: where it is another stream's, the allocator waits for what this one has by then.
+    read_.wait();
+    tensors_.clear();
     end_loan();
     note_idle();
   } catch (...) {
     // The device is broken, and says so to whoever uses it next.
+    tensors_.clear();
   }
   read_.forget();
   made_.forget();
@@ -143,6 +145,7 @@ void TensorPayload::note_idle() {
 
 void TensorPayload::pack() {
   for (at::Tensor& tensor : tensors_) tensor = packed(tensor);
+  filled();  // by the copies, too
 }
 
 void TensorPayload::copy_from(const Payload& source) {

@@ -12,6 +12,24 @@
 
 namespace fastpipe {
 
+namespace {
+
+// The way to a protected member.
+struct Protected : Node {
+  static constexpr auto kMutex = &Protected::mutex_;
+};
+
+}  // namespace
+
+std::unique_lock<std::mutex> lock(AccumulateGrad& leaf) {
+  return std::unique_lock<std::mutex>(leaf.*Protected::kMutex);
+}
+
+bool adds_on_current_stream(AccumulateGrad& leaf) {
+  const std::optional<c10::Stream> stream = leaf.stream();
+  return !stream || *stream == current_stream(stream->device());
+}
+
 void run_post_accumulate_hooks(AccumulateGrad& leaf) {
   const auto& hook = leaf.tensor_post_acc_grad_hooks();
   if (hook != nullptr) (*hook)(leaf.variable);

@@ -30,6 +30,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -94,6 +95,11 @@ inline const at::Tensor& tensor_of(const AccumulateGrad& leaf) {
 inline at::Tensor& grad_of(AccumulateGrad& leaf) {
   return leaf.variable.mutable_grad();
 }
+// What the engine holds while it adds to the leaf's `.grad`, but not while it runs hooks of that.
+std::unique_lock<std::mutex> lock(AccumulateGrad& leaf);
+// Whether the engine adds to the leaf's `.grad` on this thread's stream. It takes that of the stage that used the leaf
+// first, whoever makes the gradient. Also true of a leaf on a device without streams.
+bool adds_on_current_stream(AccumulateGrad& leaf);
 // Those of register_post_accumulate_grad_hook, which AccumulateGrad runs when it has added.
 void run_post_accumulate_hooks(AccumulateGrad& leaf);
 // Whether hooks of any kind want to see what comes to the node.

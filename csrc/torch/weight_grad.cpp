@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <mutex>
 #include <optional>
 #include <typeinfo>
 #include <utility>
@@ -95,7 +96,8 @@ void add_product(at::Tensor& sum, const WeightUse& use) {
 
 bool accumulate_in_place(const Edge& weight, const WeightUses& uses) {
   AccumulateGrad* const leaf = leaf_of(weight);
-  if (leaf == nullptr) return false;
+  if (leaf == nullptr || !adds_on_current_stream(*leaf)) return false;
+  std::unique_lock<std::mutex> alone = lock(*leaf);
   at::Tensor& sum = grad_of(*leaf);
   if (!sum.defined() || sum.layout() != at::kStrided || sum.requires_grad() || !sum.is_non_overlapping_and_dense()) {
     return false;
@@ -106,6 +108,7 @@ bool accumulate_in_place(const Edge& weight, const WeightUses& uses) {
     use.require_unchanged();
     add_product(sum, use);
   }
+  alone.unlock();
   run_post_accumulate_hooks(*leaf);
   return true;
 }

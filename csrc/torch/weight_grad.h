@@ -50,8 +50,8 @@ class WeightSource final : public Node {
 
 // Adds what the uses of one weight make to its parameter's gradient. False, and nothing done, where that is for the
 // engine: no gradient to add to yet, one of another layout, a weight that is more than a parameter or its copy in
-// another dtype, hooks that want to see a contribution, or operands of 16 bits where no product adds to 32.
-// Post-accumulate hooks run.
+// another dtype, hooks that want to see a contribution, operands of 16 bits where no product adds to 32, or a weight
+// that a stage before uses, too, on its own stream. Post-accumulate hooks run. Without the GIL.
 bool accumulate_in_place(const Edge& weight, const WeightUses& uses);
 
 // The backward of one linear whose weight gradient may wait for W.

@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 
 from fastpipe.hardware_queues import VARIABLE, queues_text
 from fastpipe.program import Op, Program
+from fastpipe.runtime import native
 from fastpipe.runtime.arguments import ExecutionArguments
 from fastpipe.runtime.common import listed
 from fastpipe.runtime.construction import LocalStages
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model import NONE, state_prefix
-from fastpipe.runtime.native import native_status
 from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, RngUsage, Stage
 from fastpipe.runtime.step import Steps
 
@@ -53,7 +53,7 @@ def _stages_lines(steps: Steps, local: LocalStages, seed: int | None, num_microb
         f"ranks       {schedule.num_ranks}, {schedule.num_stages} stages, placement {schedule.placement.name}",
         *([f"partition   {local.cut}"] if local.cut else []),
         f"stages here {held}",
-        f"executor    {steps.ranks.executor.__name__}; {native_status()}",
+        f"executor    {steps.ranks.executor.__name__}; {native.native_status()}",
         f"transport   {steps.ranks.transport.describe()}",
         "buffers     "
         + "; ".join(f"rank {r}: {program[r].num_slots} slots, {program[r].num_sends} sends" for r in local.by_rank),
@@ -120,7 +120,7 @@ def split_text(stages: Sequence[Stage]) -> str:
     whole = Counter(re.sub(r"\d+", "*", name) for name, waits in named if not waits)
     kinds = listed((name if count == 1 else f"{name} ({count})" for name, count in whole.items()), most=None)
     fused = [stage for stage in stages if stage.fused_weight_grad and stage.parallel is None]
-    in_place = "; added to .grad in place by their products" if fused else ""
+    in_place = "; added to .grad in place by their products" if fused and native.load() is not None else ""
     held = ", ".join(f"{stage.index}: {stage.peak_held_bytes / 2**20:.3g}" for stage in stages)
     return (
         f"split: gradients of {sum(waits for _, waits in named)} of {len(named)} parameters in W{in_place}; in I "

@@ -1,22 +1,29 @@
 """fused_weight_grad: W adds to `.grad` by the products themselves; near the plain sum, and no hook is passed over."""
 
 import copy
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpipe import Pipeline
+from fastpipe.runtime import native
+from fastpipe.runtime.stage.weight_grad import SplitReport, make_weight_gradients
+from tests.conftest import skip_without_native
 from tests.runtime.checks import same_bits
 
 ROWS, WIDTH, COUNT = 24, 12, 6
 
 
-@pytest.fixture
-def executor(kernel: str) -> str:
-    """Each executor with each kernel; the executor's name."""
-    return kernel
+@pytest.fixture(params=["native", "python"])
+def executor(request: pytest.FixtureRequest) -> str:
+    """Each executor, with the extension's kernel; its name."""
+    skip_without_native()
+    name: str = request.param
+    return name
 
 
 def layers() -> list[nn.Module]:
@@ -143,6 +150,51 @@ def test_it_may_change_to_a_gradient_that_is_given(executor: str) -> None:
     for name, grad in grads(other).items():
         torch.testing.assert_close(flat[name][1], grad, rtol=0, atol=2e-6 * float(grad.abs().max()))
         assert not flat[name][0].any()
+
+
+def test_without_the_extension_the_engine_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", lambda: None)
+    plain, fused = trained("python", False), trained("python", True)
+    assert all(same_bits(grad, grads(fused)[name]) for name, grad in grads(plain).items())
+    assert "in place" not in fused.describe()
+
+
+def test_the_engine_adds_to_the_same_weight_at_another_time() -> None:
+    """A thread may run the backward of another stage, whose loss uses the weight."""
+    skip_without_native()
+    weight, x = nn.Parameter(torch.ones(3, 3)), torch.ones(2, 3, requires_grad=True)
+    weight.grad = torch.zeros(3, 3)
+    weights = make_weight_gradients(SplitReport(), fused=True)
+    with weights.armed(backward=False):
+        y = nn.functional.linear(x, weight)
+    weights.split([y], [x])
+    with weights.armed(backward=True):
+        y.sum().backward()
+    adds, may_end = threading.Event(), threading.Event()
+
+    class Slow(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.add_.Tensor:
+                adds.set()
+                may_end.wait()
+            return func(*args, **(kwargs or {}))
+
+    def backward() -> None:
+        penalty = weight.sum()
+        with Slow():
+            penalty.backward()
+
+    threads = [threading.Thread(target=run) for run in (backward, weights.compute)]
+    threads[0].start()
+    adds.wait()
+    threads[1].start()
+    threads[1].join(0.1)  # where nothing holds it up it ends
+    has_added = bool(weight.grad.any())
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert not has_added
+    assert torch.equal(weight.grad, torch.full((3, 3), 3.0))
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])

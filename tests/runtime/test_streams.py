@@ -127,6 +127,51 @@ for _ in range(3):
 print(dist.get_rank(), account.races())
 """
 
+SHARED = """
+import sys, torch
+from pathlib import Path
+from torch import nn
+import fastpipe
+from fastpipe.runtime.stage.boundary import TreespecCache
+from fastpipe.runtime.transport.transport import Loopback
+from tests.runtime.devices import fake, steps
+account = fake.load(Path(sys.argv[1]))
+x = torch.randn(16, 8).to("fake")
+def races():
+    found = account.races()
+    account.reset()
+    return found
+
+layers = [steps.Block(8).to("fake") for _ in range(4)]
+weight = layers[0].up.weight
+def loss_fn(output, target):
+    return steps.loss_fn(output, target) + nn.functional.linear(output, weight).square().mean()
+pipe = fastpipe.Pipeline(layers, "zbv", 4, loss_fn, num_ranks=1, fused_weight_grad=True)
+for _ in range(2):  # there is a gradient to add to in the second one
+    pipe.step(x, target=x)
+print("gradients", races())
+
+class Passing(steps.Block):
+    def forward(self, x, first=None):
+        y = super().forward(x)  # sent with gaps in memory
+        return torch.stack([y, y], -1)[..., 0], x * 2 if first is None else first
+layers = [Passing(8).to("fake") for _ in range(3)]
+pipe = fastpipe.Pipeline(layers, "1f1b", 8, num_ranks=3, transport=Loopback(delay=1e-3))
+for _ in range(6):
+    pipe.eval_step(x)
+print("messages", races())
+
+streams, caches = [torch.Stream(device="fake") for _ in range(2)], [TreespecCache(i, x.device) for i in range(2)]
+for stream, cache in zip(streams, caches):
+    with stream:
+        cache.begin(0, True)
+        cache.make(0, b"tree", True) + 1
+for microbatch in range(1, 300):
+    with streams[0]:
+        caches[0].make(microbatch, str(microbatch).encode(), True)
+print("treespecs", races())
+"""
+
 
 @pytest.fixture(scope="module")
 def library() -> Path:
@@ -254,6 +299,13 @@ def test_gradients_of_a_tied_weight_are_averaged_when_they_are_there(library: Pa
     script = tmp_path / "script.py"
     script.write_text(TIED)
     assert sorted(scripts.run(script, str(library), processes=2).splitlines()) == ["0 []", "1 []"]
+
+
+def test_what_stages_share_is_ordered(library: Path, tmp_path: Path) -> None:
+    """The gradient of a weight that the loss uses, too, and to which W adds products; the memory of a tensor that a
+    rank passes on, which is another rank's, and the copy of one with gaps; and equal treespecs of two stages."""
+    skip_without_native()
+    assert run_text(SHARED, library, tmp_path) == ["gradients []", "messages []", "treespecs []"]
 
 
 @pytest.mark.parametrize("transport", ["process_group", pytest.param("process_group_coalesced", marks=NIGHTLY)])

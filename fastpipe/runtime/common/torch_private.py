@@ -682,7 +682,7 @@ PRIVATE = (
     Private(
         "torch.Tensor", "_backward_hooks", "a parameter's hooks, to be refused or shared", "tied weights, two routes"
     ),
-    Private("torch.Tensor", "_post_accumulate_grad_hooks", "the same", "tied weights, two routes, fused_weight_grad"),
+    Private("torch.Tensor", "_post_accumulate_grad_hooks", "the same", "tied weights, two routes"),
     Private("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype", "the bits of torch's norms", _NORM),
     Private("torch", "_foreach_norm", "the bits of torch's norms", _NORM),
     Private("torch.ops.aten", "_unsafe_view", "the bits of aten::linear", _PYTHON),

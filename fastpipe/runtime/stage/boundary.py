@@ -427,53 +427,54 @@ def _spec(shape: Any) -> pytree.TreeSpec:
     return pytree.TreeSpec(made, from_data(context), list(map(_spec, children)))
 
 
-_Texts = dict[tuple[str, int], bytes]
+_Known = tuple[dict[int, tuple[bytes, torch.Tensor]], dict[int, bytes]]
+"""By microbatch: texts sent, with their tensors on the device, and texts received."""
 
 
 class TreespecCache:
-    """The treespecs that one stage, on one device, sends and receives."""
+    """The treespecs that one stage, on one device, sends and receives.
+
+    A tensor is made and used on the stage's stream alone, so its memory can be reused there without a wait. It stays
+    until its signature is announced again, which also ends the recorded steps that send it.
+    """
 
     def __init__(self, stage: int, device: torch.device) -> None:
         self.stage = stage
         self.device = device
-        self._texts: dict[int, _Texts] = {}
-        self._current: _Texts = {}
+        self._known: dict[int, _Known] = {}
+        self._sent: dict[int, tuple[bytes, torch.Tensor]] = {}
+        self._received: dict[int, bytes] = {}
         self._announcing = True
 
     def begin(self, signature: int, announce: bool) -> None:
         """Select the entries of a signature; a step that announces clears them."""
         self._announcing = announce
         if announce:
-            self._texts[signature] = {}
-        self._current = self._texts.setdefault(signature, {})
+            self._known.pop(signature, None)
+        self._sent, self._received = self._known.setdefault(signature, ({}, {}))
 
     def make(self, microbatch: int, text: bytes, lasting: bool) -> torch.Tensor:
         """The tensor of a treespec to send; ValueError if it differs from the announced one."""
-        key = ("sent", microbatch)
-        if self._announcing and lasting:
-            self._current[key] = text
-        elif self._current.get(key, text) != text:
+        announced, treespec = (text, None) if self._announcing else self._sent.get(microbatch, (text, None))
+        if announced != text:
             raise ValueError(
                 f"stage {self.stage} returned another tree for microbatch {microbatch} than in the first step with "
                 "inputs of these shapes; let its structure depend only on the shapes of the step's inputs"
             )
-        return _on_device(text, self.device) if lasting else treespec_tensor(text).to(self.device)
+        if treespec is None:
+            treespec = treespec_tensor(text).to(self.device)
+            if self._announcing and lasting:
+                self._sent[microbatch] = text, treespec
+        return treespec
 
     def read(self, microbatch: int, treespec: torch.Tensor) -> bytes:
         """The text of a received treespec."""
-        key = ("received", microbatch)
-        if not self._announcing and key in self._current:
-            return self._current[key]
+        if not self._announcing and microbatch in self._received:
+            return self._received[microbatch]
         text = treespec_text(treespec)
         if self._announcing and _is_empty(text.partition(_END)[2]):
-            self._current[key] = text
+            self._received[microbatch] = text
         return text
-
-
-@functools.lru_cache(maxsize=256)
-def _on_device(text: bytes, device: torch.device) -> torch.Tensor:
-    # the copy is synchronous, so any stream may use it
-    return treespec_tensor(text).to(device)
 
 
 Key = tuple[int, int]

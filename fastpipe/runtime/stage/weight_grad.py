@@ -5,7 +5,7 @@ weight: in I it queues its input and its output's gradient, and W computes the w
 the graph at the weight. Modules are unchanged, so subclasses, parametrizations and direct calls of ``F.linear`` are
 split like any ``nn.Linear``. With the extension both executors use its kernel, else the one here.
 
-With ``fused_weight_grad`` W accumulates into ``.grad`` by the matrix product itself (native kernel:
+With ``fused_weight_grad`` W accumulates into ``.grad`` by the matrix product itself (only the extension's kernel:
 ``csrc/torch/weight_grad.h``).
 """
 
@@ -52,59 +52,6 @@ class Use:
                 )
 
 
-def accumulate_in_place(node: Any, uses: Sequence[Use]) -> bool:
-    """Add the products of a weight's uses to its parameter's gradient.
-
-    Args:
-        node: node of autograd's graph where the weight's gradient enters.
-        uses: inputs and output gradients of the linears that used it.
-
-    Returns:
-        False, with nothing done, if the engine has to do it: no gradient or one of another layout, a weight that is
-        neither a parameter nor its cast to another dtype, hooks that see each contribution, or 16-bit operands without
-        a product that accumulates in 32 bits.
-    """
-    leaf = _leaf_of(node)
-    total = None if leaf is None else leaf.grad
-    if leaf is None or total is None or not all(_can_accumulate(total, use.inputs, use.grad) for use in uses):
-        return False
-    with torch.no_grad():
-        for use in uses:
-            use.require_unchanged()
-            if _widens(total, use.grad):
-                torch.addmm(total, use.grad.t(), use.inputs, out_dtype=total.dtype, out=total)
-            else:
-                total.addmm_(use.grad.t(), use.inputs)
-    for hook in torch_private.post_hooks_of(leaf):
-        hook(leaf)
-    return True
-
-
-with torch.inference_mode(False), torch.enable_grad():
-    _CAST: Any = type(torch.zeros((), requires_grad=True).to(torch.float64).grad_fn)
-"""Node type of a cast to another dtype."""
-
-
-def _leaf_of(node: Any) -> Any:
-    """The parameter, also behind a cast (autocast); None for anything else, or with hooks."""
-    if isinstance(node, _CAST):
-        node = node.next_functions[0][0]
-    leaf = torch_private.leaf_of(node)
-    return None if leaf is None or torch_private.hooks_of(leaf) else leaf
-
-
-def _widens(total: torch.Tensor, grad: torch.Tensor) -> bool:
-    """Whether a product of 16-bit matrices can accumulate into a 32-bit one, as cuBLAS supports."""
-    return grad.dtype in (torch.bfloat16, torch.float16) and total.dtype == torch.float32 and total.is_cuda
-
-
-def _can_accumulate(total: torch.Tensor, inputs: torch.Tensor, grad: torch.Tensor) -> bool:
-    plain = total.layout is torch.strided and not total.requires_grad and not is_dtensor(total)
-    dense = plain and torch.ops.aten.is_non_overlapping_and_dense(total)
-    same = total.dtype == grad.dtype or _widens(total, grad)
-    return dense and same and total.device == grad.device and total.shape == (grad.size(1), inputs.size(1))
-
-
 @dataclass
 class SplitReport:
     """Analysis of a stage's first F, for the pure-Python kernel.
@@ -124,14 +71,14 @@ class SplitReport:
 def make_weight_gradients(report: SplitReport, fused: bool = False) -> WeightGradients:
     """Made by the extension, which analyzes every graph; or in Python, which analyzes a stage's first one.
 
-    With ``fused`` W accumulates into ``.grad`` by the matrix products themselves, where possible.
+    With ``fused`` the extension's W accumulates into ``.grad`` by the matrix products themselves, where possible.
     """
     runtime: Any = native.load()
     if runtime is not None:
         made: WeightGradients = runtime.WeightGradients(fused)
         return made
     _register()
-    return WeightGradients(report, fused)
+    return WeightGradients(report)
 
 
 class WeightGradients:
@@ -141,8 +88,8 @@ class WeightGradients:
         differentiated: in F, nodes of weights for whose gradients the model itself may have differentiated a linear.
     """
 
-    def __init__(self, report: SplitReport, fused: bool = False) -> None:
-        self.report, self.fuses = report, fused
+    def __init__(self, report: SplitReport) -> None:
+        self.report = report
         self.backward = self.fused = False
         self._is_first = not report.done
         self.differentiated: list[Any] = []
@@ -222,10 +169,9 @@ class WeightGradients:
         """
         while self._pending:
             task, *_ = next(iter(self._pending))
-            group = [(key, self._pending.pop(key)) for key in list(self._pending) if key[0] == task]
-            rest = [given for (_, node, _), given in group if not (self.fuses and accumulate_in_place(node, given[1]))]
+            group = [self._pending.pop(key) for key in list(self._pending) if key[0] == task]
             # the engine runs nodes from last to first created
-            sources: list[Any] = [_Source.apply(*given) for given in reversed(rest)]  # type: ignore[no-untyped-call]
+            sources: list[Any] = [_Source.apply(*given) for given in reversed(group)]  # type: ignore[no-untyped-call]
             torch.autograd.backward(sources, [torch.empty_like(source) for source in sources])
 
     def held_bytes(self) -> int:

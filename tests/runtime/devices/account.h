@@ -76,10 +76,12 @@ class Account {
     if (found == blocks_.end()) return;
     const Block& block = found->second;
     Clock& given_back = given_back_[block.home];
+    Clock awaited{};  // by the allocator itself: what recorded streams have by now
+    for (const std::size_t stream : block.recorded) join(awaited, clocks_[stream]);
     for (std::size_t stream = 0; stream < kMaxStreams; ++stream) {
-      if (block.recorded.count(stream) != 0) continue;  // the allocator itself waits for that one
       const std::uint64_t written = stream == block.writer ? block.written : 0;
-      given_back[stream] = std::max({given_back[stream], block.read[stream], written});
+      const std::uint64_t last = std::max(block.read[stream], written);
+      if (last > awaited[stream]) given_back[stream] = std::max(given_back[stream], last);
     }
     blocks_.erase(found);
   }
