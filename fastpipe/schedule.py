@@ -113,6 +113,8 @@ class Schedule:
 
         None and ``""`` are idle steps, as in `time_steps` and in CSV.
         """
+        if isinstance(orders, Mapping):
+            raise TypeError("orders is a dict: give a list with the order of every rank, from rank 0 on")
         columns = []
         for order in orders:
             try:
@@ -120,13 +122,16 @@ class Schedule:
                     raise ValueError(f"found the text {order!r}; give a list, such as its split()")
                 given = (action for action in order if action is not None and action != "")
                 rows = [Action.parse(action) if isinstance(action, str) else action for action in given]
-                if not all(is_whole(field, least=-1) for row in rows for field in row):
-                    raise ValueError("its fields are whole numbers")
+                for row in rows:
+                    if not all(is_whole(field, least=-1) for field in row):
+                        raise ValueError(f"its fields are whole numbers; found {row} of type {type(row).__name__}")
                 columns.append(_columns(rows))
             except (TypeError, ValueError, OverflowError) as error:
                 raise ScheduleError(
                     f"rank {len(columns)}: give each action as an Action or its text: {error}"
                 ) from None
+        if isinstance(placement, Placement) and len(columns) != placement.num_ranks:
+            raise ScheduleError(f"orders: the placement has {placement.num_ranks} ranks; found {len(columns)} orders")
         return cls(name, placement, num_microbatches, columns, options)
 
     @property
