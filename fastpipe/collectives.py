@@ -22,7 +22,7 @@ _AFTER = (Op.SEND, Op.HAND_OVER, Op.FREE)
 """What it puts after one."""
 
 
-def with_collectives(program: Program) -> Program:
+def with_collectives(program: Program, *, reshards: bool = False) -> Program:
     """The same program with the UNSHARD and REDUCE_GRAD that it lacks.
 
     Nothing else moves. An UNSHARD comes before the waits of the action that needs it, so that it is under way while
@@ -31,17 +31,20 @@ def with_collectives(program: Program) -> Program:
     Args:
         program: a lowered program. What its schedule has of the two already is kept: a stage with a REDUCE_GRAD of
             its own gets no other.
+        reshards: whether to end every stage with a RESHARD. Here a REDUCE_GRAD includes it, for torch it does not.
     """
-    return replace(program, columns=tuple(_completed(program[rank]) for rank in range(program.num_ranks)))
+    return replace(program, columns=tuple(_completed(program[rank], reshards) for rank in range(program.num_ranks)))
 
 
-def _completed(program: RankProgram) -> Columns:
+def _completed(program: RankProgram, reshards: bool) -> Columns:
     instructions = list(program)
     added = defaultdict(list)
     for position, stage in _missing_unshards(instructions):
         added[position].append(Instruction(Op.UNSHARD, stage))
     for position, stage in _missing_reductions(instructions):
         added[position].append(Instruction(Op.REDUCE_GRAD, stage))
+    for position, stage in _missing_reshards(instructions) if reshards else ():
+        added[position].append(Instruction(Op.RESHARD, stage))
     completed = [
         it for position in range(len(instructions) + 1) for it in (*added[position], *instructions[position:][:1])
     ]
@@ -86,6 +89,18 @@ def _missing_reductions(instructions: Sequence[Instruction]) -> list[tuple[int, 
         for stage, at in sorted(last.items(), key=lambda it: it[1])
         if stage not in present
     ]
+
+
+def _missing_reshards(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
+    """(position before which to put it, stage)."""
+    last: dict[int, int] = {}
+    for position, it in enumerate(instructions):
+        last |= dict.fromkeys(_stages_used(it), position)
+        if it.op is Op.RESHARD:
+            last.pop(it.stage, None)
+        elif it.op in (Op.W, Op.REDUCE_GRAD) and it.stage in last:
+            last[it.stage] = position
+    return [(_end_of(instructions, at), stage) for stage, at in sorted(last.items(), key=lambda it: it[1])]
 
 
 def _first_of(instructions: Sequence[Instruction], position: int) -> int:

@@ -281,9 +281,10 @@ class Program:
     def to_csv(self, path: str | Path | None = None) -> str:
         """Write one row per rank, in torch's format of compute with communication; see `Schedule.from_csv`.
 
-        The file has no waits: torch takes a rank to stay at a receive until its message is there. Receives that are
-        posted ahead can then have ranks wait for each other, so lower with ``coalesce=True`` for torch, as ``fastpipe
-        convert --to comms`` does.
+        For torch write the file with ``fastpipe convert --to comms``. It has no waits: torch takes a rank to stay at a
+        receive until its message is there, and receives that are posted ahead can have ranks wait for each other, so
+        ``convert`` lowers with ``coalesce=True``. And it adds the REDUCE_GRAD at which torch divides a stage's
+        gradients by the number of microbatches, with UNSHARD and RESHARD.
 
         Args:
             path: a file to write; nothing is written without it.

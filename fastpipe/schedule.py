@@ -5,6 +5,9 @@ A schedule is columns (one int32 array a field and rank); ``Action`` objects are
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,8 @@ FIELDS = Action._fields
 _KINDS = tuple(ActionKind)
 MOST = 2**31 - 1
 """Of microbatches: actions are columns of 32 bits."""
+_SPACES = re.compile(r"\s*([;()])\s*")
+"""Those within a fused pair, which torch reads, too."""
 _FIRST_BACKWARD, _LAST_COMPUTE, _FIRST_TRANSFER = ActionKind.B, max(COMPUTE_KINDS), min(COMMUNICATION_KINDS)
 
 
@@ -101,23 +106,32 @@ class Schedule:
         name: str,
         placement: Placement,
         num_microbatches: int,
-        orders: Sequence[Iterable[Action | str]],
+        orders: Sequence[Iterable[Action | str | None]],
         options: Mapping[str, Any] | None = None,
     ) -> Schedule:
-        """Build from actions or their texts: ``from_actions("mine", Placement.loop(1), 1, [["0F0", "0B0"]])``."""
+        """Build from actions or their texts: ``from_actions("mine", Placement.loop(1), 1, [["0F0", "0B0"]])``.
+
+        None and ``""`` are idle steps, as in `time_steps` and in CSV.
+        """
+        if isinstance(orders, Mapping):
+            raise TypeError("orders is a dict: give a list with the order of every rank, from rank 0 on")
         columns = []
         for order in orders:
             try:
                 if isinstance(order, str):
                     raise ValueError(f"found the text {order!r}; give a list, such as its split()")
-                rows = [Action.parse(action) if isinstance(action, str) else action for action in order]
-                if not all(is_whole(field, least=-1) for row in rows for field in row):
-                    raise ValueError("its fields are whole numbers")
+                given = (action for action in order if action is not None and action != "")
+                rows = [Action.parse(action) if isinstance(action, str) else action for action in given]
+                for row in rows:
+                    if not all(is_whole(field, least=-1) for field in row):
+                        raise ValueError(f"its fields are whole numbers; found {row} of type {type(row).__name__}")
                 columns.append(_columns(rows))
             except (TypeError, ValueError, OverflowError) as error:
                 raise ScheduleError(
                     f"rank {len(columns)}: give each action as an Action or its text: {error}"
                 ) from None
+        if isinstance(placement, Placement) and len(columns) != placement.num_ranks:
+            raise ScheduleError(f"orders: the placement has {placement.num_ranks} ranks; found {len(columns)} orders")
         return cls(name, placement, num_microbatches, columns, options)
 
     @property
@@ -244,7 +258,8 @@ class Schedule:
     def from_csv(cls, path: str | Path, *, name: str | None = None) -> Schedule:
         """Read a schedule from a file, or from the text itself when it has a line break.
 
-        The placement and the number of microbatches are taken from the actions. Empty cells are idle steps.
+        The placement and the number of microbatches are taken from the actions. Empty cells are idle steps; cells may
+        be quoted, with spaces around them.
 
         Raises:
             ScheduleError: naming the file, and row and column of a cell that is no action.
@@ -282,7 +297,10 @@ def _read_text(path: Path) -> str:
 
 
 def _from_text(text: str, name: str) -> Schedule:
-    rows = [row.removesuffix("\r") for row in text.removesuffix("\n").split("\n")]
+    try:
+        rows = list(csv.reader(io.StringIO(text, newline=None)))
+    except csv.Error as error:
+        raise ScheduleError(f"no CSV: {error}") from None
     orders = [_read_row(number, row) for number, row in enumerate(rows)]
     blank = next((number for number, order in enumerate(orders) if not order), None)
     if blank is not None and any(orders):
@@ -290,13 +308,14 @@ def _from_text(text: str, name: str) -> Schedule:
     return infer(name, orders)
 
 
-def _read_row(number: int, row: str) -> list[Action]:
+def _read_row(number: int, row: Sequence[str]) -> list[Action]:
     actions = []
-    for column, cell in enumerate(row.split(",")):
-        if not cell:
+    for column, cell in enumerate(row):
+        text = _SPACES.sub(r"\1", cell.strip())
+        if not text:
             continue
         try:
-            action = Action.parse(cell)
+            action = Action.parse(text)
         except ValueError as error:
             raise ScheduleError(f"row {number + 1}, column {column + 1}: {error}") from None
         actions.append(action)

@@ -16,14 +16,15 @@ from typing import Any
 from fastpipe import api
 from fastpipe._version import __version__
 from fastpipe.cli import output, work
+from fastpipe.collectives import with_collectives
 from fastpipe.hardware_queues import queues_text
 from fastpipe.runtime.native import native_status
 from fastpipe.schedule import Schedule
 from fastpipe.validate_program import validate_program
 
 FORMATS = ("csv", "aligned", "comms", "json", "program")
-"""Compute only; with an empty cell where a rank idles; compute with transfers, as torch can run it; a schedule, and its
-program, as JSON."""
+"""Compute only; with an empty cell where a rank idles; compute with transfers and collectives, as torch can run it; a
+schedule, and its program, as JSON."""
 
 
 def validate(arguments: argparse.Namespace) -> None:
@@ -77,7 +78,7 @@ def _text(schedule: Schedule, to: str) -> str:
         return json.dumps(work.schedule_document(schedule), indent=2) + "\n"
     if to == "comms":
         # the file has no waits: both ranks of a pair have to come to their transfers in one order
-        return api.lower(schedule, coalesce=True).to_csv()
+        return with_collectives(api.lower(schedule, coalesce=True), reshards=True).to_csv()
     if to == "program":
         return api.lower(schedule).to_json()
     return schedule.to_csv(aligned=to == "aligned")

@@ -9,10 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.tensor import DTensor
 
+import fastpipe
 from fastpipe import Pipeline, Schedule, check_parity
+from fastpipe.cli import main
 from tests.distributed.ranks import GroupOf, on_ranks
 from tests.runtime.traced_models import WIDTH, Skipping, traced
 from tests.scripts import run
@@ -109,6 +114,33 @@ def test_stages_built_of_a_traced_model(executor: str) -> None:
     x, shift, y = torch.randn(3, 8, WIDTH, generator=torch.Generator().manual_seed(3))
     parity = check_parity(Pipeline(stages, "zbv", 4, nn.functional.mse_loss, executor=executor), twin, ((x, shift), y))
     assert parity.ok, parity
+
+
+@on_ranks(2)
+def test_torch_runs_what_convert_writes(tmp_path: Path) -> None:
+    """With the gradients of the mean, sharded stages in several steps included."""
+    rank = dist.get_rank()
+    x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(3))
+    schedule = fastpipe.make_schedule("zbv", num_ranks=2, num_microbatches=4)
+    plain, comms = tmp_path / f"plain{rank}.csv", tmp_path / f"comms{rank}.csv"
+    schedule.to_csv(plain)
+    assert main(["convert", str(plain), "--to", "comms", "-o", str(comms)]) == 0
+    model = nn.Sequential(*made_layers())
+    nn.functional.mse_loss(model(x), y).backward()
+
+    layers, alone = made_layers(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    stages = stages_of(layers, [rank, 3 - rank])
+    fully_shard(stages[0].submod, mesh=alone)
+    by_torch = _PipelineScheduleRuntime(stages, 4, loss_fn=nn.functional.mse_loss)
+    by_torch._load_csv(str(comms), format="compute_comms")
+    for _ in range(2):
+        for layer in layers:
+            layer.zero_grad()
+        by_torch.step(*([x] if rank == 0 else []), **({} if rank else {"target": y}))
+    for index in (rank, 3 - rank):
+        for mine, reference in zip(layers[2 * index].parameters(), model[2 * index].parameters(), strict=True):
+            grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+            torch.testing.assert_close(grad, reference.grad)
 
 
 @on_ranks(2)

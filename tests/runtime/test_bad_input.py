@@ -183,7 +183,7 @@ class Wordy(nn.Module):
 
 
 STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
-    "no target": ({}, lambda p: p.step(X), "target = None.*pass target="),
+    "no target": ({}, lambda p: p.step(X), "target = None.*pass target=.*or leave out loss_fn"),
     "a target for nobody": ({"loss_fn": None}, lambda p: p.step(X, target=Y), "target.*no loss_fn"),
     "a list too short": ({}, lambda p: p.step([X] * 3, target=Y), "the input has 3 microbatches.*num_microbatches = 4"),
     "a list of nothing": ({}, lambda p: p.step([], target=[]), "the input has 0 microbatches .*: pass as many$"),
@@ -229,6 +229,8 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         "split.* has 1",
     ),
     "an unknown keyword": ({}, lambda p: p.step(X, target=Y, mask=X), "mask: no stage's forward takes"),
+    "no gradients": ({}, lambda p: torch.no_grad()(p.step)(X, target=Y), "no_grad.*: call eval_step, or step outside"),
+    "inference": ({}, lambda p: torch.inference_mode()(p.step)(X, target=Y), "inference_mode.*: call eval_step"),
     "microbatches 0": ({}, lambda p: p.step(X, target=Y, num_microbatches=0), "num_microbatches = 0"),
     "output_grad with too few": ({"loss_fn": None}, lambda p: p.step(X, output_grad=[X]), "output_grad has 1"),
     "output_grad of another kind": (

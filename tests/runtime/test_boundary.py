@@ -361,3 +361,16 @@ def test_a_layer_that_expects_the_tuple_itself_is_told_of_its_elements(cut: list
         "TakesOne.forward got 2 arguments, the inputs of the step or the elements of a tuple" in notes
         and "NamedTuple" in notes
     )
+
+
+class Needs(nn.Module):
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> Any:
+        return x + skip
+
+
+@pytest.mark.parametrize("cut", [[2, 1], [1, 2]], ids=str)
+def test_a_layer_that_needs_what_nothing_carries_is_told_its_name(cut: list[int]) -> None:
+    pipe = pipeline([Block(), Block(), Needs()], num_ranks=2, partition=cut, loss_fn=None)
+    with pytest.raises(TypeError, match="missing 1 required") as caught:
+        pipe.eval_step(torch.randn(8, WIDTH))
+    assert "Needs.forward needs skip: no layer before it carries" in "".join(caught.value.__notes__)

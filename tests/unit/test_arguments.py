@@ -49,6 +49,8 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: CostModel(comm={(True, 0): 9.0}), "comm: (True, 0) is no link"),
     (lambda: CostModel(comm=1e305), "comm = 1e+305: give numbers from 0 to 1e+100, larger ones in a larger unit"),
     (lambda: Schedule.from_actions("x", Placement.loop(1), 2**32 + 1, [["0F0"]]), "num_microbatches = 4294967297"),
+    (lambda: Schedule.from_actions("x", Placement.loop(1), 1, {0: ["0F0"]}), "orders is a dict: give a list"),  # type: ignore[arg-type]
+    (lambda: Schedule.from_actions("x", Placement.loop(2), 1, [["0F0"]]), "orders: the placement has 2 ranks; found 1"),
     (lambda: Schedule.from_actions("x", Placement.loop(1), 1, [[(0, 0.9, 0, -1, -1)]]), "its fields are whole numbers"),
     (lambda: Placement(5 * 10**7, ((0, 1),)), "no stage is placed on rank 2"),
     (lambda: Placement.custom([0, 1.7]), "stage_to_rank[1] = 1.7: ranks are whole numbers"),  # type: ignore[list-item]

@@ -45,6 +45,18 @@ def test_what_a_schedule_has_already_is_kept() -> None:
     assert ops(with_collectives(unsplit), 0) == ops(unsplit, 0)
 
 
+def test_every_stage_ends_with_a_reshard_for_torch() -> None:
+    def ended(order: str) -> str:
+        return ops(with_collectives(lower(hand([order], [0], 2)), reshards=True), 0)
+
+    assert ended("0F0 0F1 0I0 0I1 0W0 0W1") == "unshard0 0F0 0F1 0I0 0I1 0W0 0W1 reduce_grad0 reshard0"
+    assert ended("0F0 0F1 0B0 0REDUCE_GRAD 0B1") == "unshard0 0F0 0F1 0B0 reduce_grad0 0B1 reshard0"
+    for kept in ("0RESHARD 0REDUCE_GRAD", "0REDUCE_GRAD 0RESHARD"):
+        assert ended(f"0UNSHARD 0F0 0F1 0B0 0B1 {kept}").count("reshard0") == 1
+    two = with_collectives(lower(forward_only(2, 3)), reshards=True)
+    assert [i.op for rank in two for i in rank if i.op in STAGE_OPS] == [Op.UNSHARD, Op.RESHARD] * 2
+
+
 def test_forwards_alone_reduce_nothing() -> None:
     program = with_collectives(lower(forward_only(2, 3)))
     found = [i.op for rank in program for i in rank if i.op in STAGE_OPS]

@@ -26,8 +26,22 @@ def test_aligned_columns_are_time_steps(schedule: Schedule) -> None:
     assert Schedule.from_csv(text) == schedule
 
 
-def test_idle_cells_and_line_ends_of_windows() -> None:
-    assert Schedule.from_csv("0F0,,0B0,\r\n,1F0,1B0\r\n").to_csv() == "0F0,0B0\n1F0,1B0\n"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0,,0B0,\r\n,1F0,1B0\r\n",
+        "0F0,0B0\n1F0,1B0",
+        "0F0, 0B0\n\t1F0 ,   ,1B0 \n",
+        '"0F0","0B0",""\n"1F0",1B0\n',
+    ],
+)
+def test_idle_cells_spaces_quotes_and_line_ends(text: str) -> None:
+    assert Schedule.from_csv(text).to_csv() == "0F0,0B0\n1F0,1B0\n"
+
+
+def test_spaces_within_a_pair() -> None:
+    loaded = Schedule.from_csv("0F0, ( 0F1; 0B0 )OVERLAP_F_B ,0B1\n")
+    assert loaded.to_csv() == "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"
 
 
 @pytest.mark.parametrize(
@@ -35,13 +49,12 @@ def test_idle_cells_and_line_ends_of_windows() -> None:
     [
         ("0F0,0B0x\n1F0,1B0\n", "row 1, column 2: not an action: '0B0x'"),
         ("0F0,0B0\n1F0,,1Q0\n", "row 2, column 3: not an action: '1Q0'"),
-        ("0F0, 0B0\n", "row 1, column 2: not an action: ' 0B0'"),
-        ('"0F0",0B0\n', "row 1, column 1: not an action"),
+        ("0F0,0 B0\n", "row 1, column 2: not an action: '0 B0'"),
+        ('"0F0,0B0\n1F0,1B0\n', "row 1, column 1: not an action"),
         ("0F0,()OVERLAP_F_B\n", "row 1, column 2: not an action"),
         ("0F0,0UNSHARD1\n", "row 1, column 2: .* UNSHARD takes a stage and no microbatch"),
         ("0F0,0B\n", "row 1, column 2: .* B takes a stage and a microbatch"),
         ("0F0,(0B0;0F1)OVERLAP_F_B\n", "row 1, column 2: OVERLAP_F_B takes an F and a B"),
-        ("0F0\r0B0\n", "row 1, column 1: not an action"),
         ("\n", "there is no forward on any rank"),
         ("0B0\n", "there is no forward on any rank"),
         ("0F0,0B0\n\n", "row 2 is blank: a row is a rank"),

@@ -85,6 +85,13 @@ def test_time_steps_put_every_action_after_its_inputs() -> None:
                 assert at[kind, stage - 1, microbatch] < step
 
 
+def test_time_steps_and_rows_of_a_csv_are_orders() -> None:
+    s = fastpipe.make_schedule("1f1b", num_ranks=2, num_microbatches=3)
+    rows = [row.split(",") for row in s.to_csv(aligned=True).splitlines()]
+    for orders in (s.time_steps(), rows):
+        assert Schedule.from_actions("mine", s.placement, 3, orders) == s
+
+
 def test_time_steps_show_stage_actions_too() -> None:
     rows = hand(["0UNSHARD 0F0 0B0 0REDUCE_GRAD"], [0], 1).time_steps()
     assert [str(action) for action in rows[0]] == ["0UNSHARD", "0F0", "0B0", "0REDUCE_GRAD"]

@@ -220,7 +220,9 @@ class Original:
 
 
 class WholeNames(nn.Module):
-    """A part of a model whose parameters and buffers have the unsplit model's names."""
+    """A part of a model; its parameters and buffers have the unsplit model's names, unless ``whole_names`` is False."""
+
+    whole_names = True
 
     _original = Original()
     _copied: Sequence[tuple[nn.Module, Original]] = ()
@@ -300,7 +302,7 @@ class Chain(WholeNames):
             try:
                 value = layer(*inputs, **named) if self.recompute != LAYERS else recomputed(layer, layer, inputs, named)
             except TypeError as error:
-                _note_inputs(error, layer, len(inputs))
+                _note_inputs(error, layer, len(inputs), named)
                 raise
             if isinstance(value, Carried):
                 carried |= value.values
@@ -314,15 +316,24 @@ class Chain(WholeNames):
         return None if None in names else frozenset().union(*(n for n in names if n is not None))
 
 
-def _note_inputs(error: TypeError, layer: nn.Module, count: int) -> None:
-    """Say where the inputs come from if there are more than a layer takes."""
+def _note_inputs(error: TypeError, layer: nn.Module, count: int, named: Collection[str]) -> None:
+    """Say where the inputs come from if there are more than a layer takes, or fewer than it needs."""
     parameters = _parameters_of_forward(layer)
     if parameters is None or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return
-    if count > max(1, len(positional_names(layer))):
+    positional = positional_names(layer)
+    given = {*positional[:count], *named}
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    missing = [name for name in needed if name not in given]
+    if count > max(1, len(positional)):
         error.add_note(
             f"fastpipe: {type(layer).__name__}.forward got {count} arguments, the inputs of the step or the elements "
             "of a tuple or list: let it take as many, or pass a NamedTuple or a dict, which is one argument"
+        )
+    elif missing:
+        error.add_note(
+            f"fastpipe: {type(layer).__name__}.forward needs {', '.join(missing)}: no layer before it carries or "
+            "returns a value for it, and step has no keyword argument of this name"
         )
 
 

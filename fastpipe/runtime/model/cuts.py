@@ -330,7 +330,7 @@ def _explicit(counts: list[Any], num_layers: int, num_stages: int) -> list[range
     if len(counts) != num_stages or any(not isinstance(c, int) or c < 1 for c in counts) or sum(counts) != num_layers:
         raise ValueError(
             f"partition = {counts}: give {num_stages} numbers of at least 1, one per stage, that sum to the "
-            f"{num_layers} layers"
+            f"{num_layers} layers; for a stage that computes nothing add an nn.Identity() to the layers"
         )
     ends = [sum(counts[: i + 1]) for i in range(num_stages)]
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]

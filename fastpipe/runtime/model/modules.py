@@ -275,8 +275,7 @@ def prefixes_of(messages: Iterable[Mapping[str, str]]) -> dict[int, str]:
 def state_prefix(module: nn.Module, stage: int) -> str:
     """The prefix of a module's keys; empty for a part of a list of layers, which has the unsplit model's keys."""
     own = unwrapped(module)
-    whole = isinstance(own, WholeNames) or (isinstance(own, TracedStage) and own.whole_names)
-    return "" if whole else f"{stage}."
+    return "" if isinstance(own, WholeNames) and own.whole_names else f"{stage}."
 
 
 def flags_of(module: nn.Module) -> list[bool]:
@@ -383,7 +382,7 @@ def _shared_names(pipe: Any) -> list[list[str]]:
     return [[f"{index[module]}.{name}" for module, name in users.items()] for users in pipe.replicated_params]
 
 
-class TracedStage(nn.Module):
+class TracedStage(WholeNames):
     """A stage of a traced model, with the model's parameter names; it passes on the values that later stages need.
 
     Args:
@@ -411,13 +410,21 @@ class TracedStage(nn.Module):
         # the model's own may have a value twice, or None
         self._outputs = _listed(output.args[0]) if is_last else _values_after(calls, inputs, outputs, index)
 
-    def forward(self, *values: Any) -> Any:
+    def accepts(self) -> frozenset[str]:
+        """The model's inputs, of its first stage."""
+        return frozenset(self._names() if self._place[1] == 0 else ())
+
+    def _names(self) -> list[str]:
+        return [str(node.target) for node in self._inputs]
+
+    def forward(self, *values: Any, **named: Any) -> Any:
         """Run the stage, and pass on the other values."""
-        if len(values) != len(self._inputs):
-            names = ", ".join(node.name for node in self._inputs)
-            raise TypeError(
-                f"the traced model takes {len(self._inputs)} inputs by position ({names}); got {len(values)}"
-            )
+        names = self._names()
+        missing = names[len(values) :]
+        if len(values) > len(names) or named.keys() != {*missing}:
+            found = f"{len(values)} by position" + (f", and by name {', '.join(named)}" if named else "")
+            raise TypeError(f"the traced model takes {len(names)} inputs ({', '.join(names)}); got {found}")
+        values += tuple(map(named.__getitem__, missing))
         known = dict(zip(self._inputs, values, strict=True))
         if self._place[1] == 0:
             for node, value in known.items():

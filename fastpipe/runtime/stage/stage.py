@@ -497,8 +497,9 @@ def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
         logger.warning(
             "the schedule splits the backward, but W computes the weight gradients of only %d of %d linears here; the "
             "others are computed in I, so the schedule gains little. Blocks under torch.compile compute all of theirs "
-            "in I (compile what is between the linears), and so does a forward that runs within a backward; else use "
-            "a schedule without W (describe() lists parameters)",
+            "in I (compile what is between the linears), and so do linears that call a torch.autograd.Function instead "
+            "of F.linear, and a forward that runs within a backward; else use a schedule without W (describe() lists "
+            "parameters)",
             waiting,
             len(weights),
         )

@@ -372,7 +372,10 @@ def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Call
         return
     if request.target is None:
         if loss_fn is not None and request.training:
-            raise ValueError("target = None: loss_fn needs a target on the rank of the last stage; pass target=")
+            raise ValueError(
+                "target = None: loss_fn needs a target on the rank of the last stage; pass target=, or leave out "
+                "loss_fn and return the loss from the last layer"
+            )
         return
     if loss_fn is None:
         raise ValueError("target: there is no loss_fn to give it to; pass loss_fn= to Pipeline, or leave target out")

@@ -257,12 +257,7 @@ class Steps:
             self.rest.check_unhooked()
             self.check_filled()
             self.ranks.check_modes()
-            program = self.programs.program(request.num_microbatches, not request.training)
-            if request.training and program.forward_only:
-                raise ValueError(
-                    f"schedule = {program.name!r}: it has no backward, so step would train nothing; call eval_step, or "
-                    "use another schedule"
-                )
+            self._check_trains(request)
             self.random.check_free(self._has_pairs(request))
             for stage in self.stages:
                 if stage.parallel is not None:
@@ -294,6 +289,20 @@ class Steps:
             if self.unfilled is not None:
                 self._use_values()
         return inputs, replies
+
+    def _check_trains(self, request: Request) -> None:
+        """Refuse a training step that computes no gradients."""
+        if request.training and not torch.is_grad_enabled():
+            raise ValueError(
+                "step computes gradients, and was called under torch.no_grad() or torch.inference_mode(): call "
+                "eval_step, or step outside of it"
+            )
+        program = self.programs.program(request.num_microbatches, not request.training)
+        if request.training and program.forward_only:
+            raise ValueError(
+                f"schedule = {program.name!r}: it has no backward, so step would train nothing; call eval_step, or "
+                "use another schedule"
+            )
 
     def check_filled(self) -> None:
         """Refuse to use stages that were built on meta and have no values."""
@@ -332,7 +341,10 @@ class Steps:
         calls = [reply["call"] for reply in replies]
         if len(set(calls)) > 1:
             listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
-            raise ValueError(f"the ranks do not make the same call: {listed}")
+            raise ValueError(
+                f"the ranks do not make the same call: {listed}; pass the same keyword arguments on all ranks, as None "
+                "where a rank does not need one"
+            )
         for reply in replies.elsewhere:
             if reply["call"] != calls[0]:
                 raise ValueError(
@@ -387,8 +399,8 @@ class Steps:
         for name in request.kwargs:
             if name not in taken:
                 raise ValueError(
-                    f"{name}: no stage's forward takes this keyword argument; leave it out, or give it by position, as "
-                    "a traced model takes its inputs"
+                    f"{name}: no stage's forward takes this keyword argument; leave it out (values for loss_fn are "
+                    "part of target=)"
                 )
         check_given([reply["kwargs"] for reply in replies])
         for name in set.intersection(*(set(reply["unknown"]) for reply in replies)):
