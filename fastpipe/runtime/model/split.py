@@ -145,6 +145,9 @@ def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"model: {type(model).__name__} finds padding by the token ids, which only its first stage has; give "
             "attention_mask in the example, as split(model, input_ids, attention_mask=mask), and in every step"
         )
+    if "labels" in inspect.signature(model.forward).parameters:
+        named = given | no_cache(model)
+        _run_restored(model, lambda: layers.compare_loss(lambda **label: model(**named | label), given.get("labels")))
     logger.info("split: the %d layers of %s return its output on the example", len(layers), type(model).__name__)
     return layers
 
