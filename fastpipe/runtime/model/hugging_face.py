@@ -148,15 +148,18 @@ class HuggingFaceLayers(SplitLayers):
             raise ValueError(f"layers: {self._other_loss}; write loss_fn(logits, labels) and loss_reduction yourself")
         return self._labels
 
-    def compare_loss(self, run: Callable[..., Any], labels: torch.Tensor | None) -> None:
+    def compare_loss(self, run: Callable[..., Any], example: Mapping[str, Any]) -> None:
         """Compare ``loss_fn`` with the loss of the model's forward on an example; if they differ, it is refused.
 
         Args:
             run: runs the forward, of labels by name.
-            labels: of the example; default: those that tokens have by the logits, and none for rows.
+            example: may have labels; default: those that tokens have by the logits, and none for rows.
         """
+        labels, mask = example.get("labels"), example.get("attention_mask")
         if labels is None and self._labels.task is not _ROW:
             labels = run().logits.argmax(-1)
+            if mask is not None and mask.shape == labels.shape:
+                labels = labels.masked_fill(mask == 0, IGNORED)
         if labels is None:
             return
         try:
