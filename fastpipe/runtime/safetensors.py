@@ -114,7 +114,8 @@ def _sources(
         if name is None:
             raise KeyError(
                 f"{os.fspath(path)} has no {key!r}, which the pipeline needs; it has {listed(sorted(files))}: pass "
-                "a file saved from a model of the same class"
+                "a file saved from a model of the same class; transformers saves some with other names, and experts "
+                "one by one: save those with model.save_pretrained(folder, save_original_format=False)"
             )
         found[key] = files[name], name
     return found

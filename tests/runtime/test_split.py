@@ -124,6 +124,15 @@ class Stem(nn.Module):
         return x
 
 
+def test_blocks_that_torch_compile_returned() -> None:
+    """Asked whether it is there, such a module asks the block for its length."""
+    model = Stem().eval()
+    model.blocks[2] = torch.compile(model.blocks[2], backend="eager")  # type: ignore[assignment]
+    x = torch.randn(4, WIDTH)
+    pipe = fastpipe.Pipeline(fastpipe.split(model, x), "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
+    torch.testing.assert_close(pipe.eval_step(x, target=x).outputs, model(x).detach())
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_what_comes_before_the_blocks_has_the_models_modes(first: bool) -> None:
     """Those of the construction, until `train` or `eval`; a step does not change the mode of a module."""

@@ -299,6 +299,29 @@ def test_a_forward_with_dropout_of_its_own_is_refused_until_it_is_0() -> None:
     assert len(fastpipe.split(transformers.BartForCausalLM(config), ids)) == 4
 
 
+@pytest.mark.parametrize("why", ["another loss", "fails on the example"])
+def test_a_loss_that_is_not_the_one_of_the_models_forward_is_refused(why: str) -> None:
+    """As BART's forward, which does not shift the labels."""
+
+    class OwnForCausalLM(transformers.OPTForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: torch.Tensor, labels: Any = None, **others: Any) -> Any:
+            output = super().forward(input_ids, **others)
+            if labels is not None:
+                output.loss = nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+                if why == "fails on the example":
+                    raise TypeError("labels here\nare of another kind")
+            return output
+
+    model = OwnForCausalLM(tried_model("opt").config).eval()
+    ids = padded_batch(2)[0]
+    layers = fastpipe.split(model, ids)
+    for name in ("loss_fn", "num_tokens"):
+        with pytest.raises(ValueError, match=f"layers: the model's .*{why}.*write loss_fn"):
+            getattr(layers, name)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, lambda output, _: output.mean(), num_ranks=2)
+    torch.testing.assert_close(pipe.eval_step(ids, target=ids).outputs, model(ids).logits.detach())
+
+
 def test_an_example_whose_output_has_nan_is_refused() -> None:
     model = tried_model("mixtral")
     with torch.no_grad():

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import children_of, cuda_devices, parameters_of, torch_private
+from fastpipe.runtime.common import children_of, cuda_devices, first_line, parameters_of, torch_private
 from fastpipe.runtime.model.chain import SplitLayers, WholeNames, check_forward, shallow
 
 SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
@@ -107,6 +107,7 @@ class HuggingFaceLayers(SplitLayers):
     def __init__(self, model: Any, example: Collection[str] = (), run: Callable[[], Any] | None = None) -> None:
         task, layout = _examine(model, example, run)
         self._labels = _Labels(task, model.loss_function, model.config)
+        self._other_loss = ""
         self.num_blocks = len(model.get_submodule(layout.blocks))
         # the ids say which token of a row is the last one
         takes_ids = task is _ROW and model.main_input_name == "input_ids"
@@ -125,16 +126,54 @@ class HuggingFaceLayers(SplitLayers):
         It is a mean over the labels of a microbatch other than -100. With ``loss_reduction=layers.num_tokens`` the loss
         of a step is the mean over all labels of the batch, as in the unsplit model. Microbatches without labels are
         ignored. Rows that are classified have a label each.
+
+        Raises:
+            ValueError: if the model's forward computes another loss.
         """
-        return self._labels.loss_fn
+        return self._known_labels().loss_fn
 
     @property
     def num_tokens(self) -> Callable[[torch.Tensor], int]:
         """The number of labels that count: but -100, and of a causal model but the first of every row.
 
         Of a regression, and if a row has several labels, the number of rows.
+
+        Raises:
+            ValueError: if the model's forward computes another loss.
         """
-        return self._labels.num_tokens
+        return self._known_labels().num_tokens
+
+    def _known_labels(self) -> _Labels:
+        if self._other_loss:
+            raise ValueError(f"layers: {self._other_loss}; write loss_fn(logits, labels) and loss_reduction yourself")
+        return self._labels
+
+    def compare_loss(self, run: Callable[..., Any], example: Mapping[str, Any]) -> None:
+        """Compare ``loss_fn`` with the loss of the model's forward on an example; if they differ, it is refused.
+
+        Args:
+            run: runs the forward, of labels by name.
+            example: may have labels; default: those that tokens have by the logits, and none for rows.
+        """
+        labels, mask = example.get("labels"), example.get("attention_mask")
+        if labels is None and self._labels.task is not _ROW:
+            labels = run().logits.argmax(-1)
+            if mask is not None and mask.shape == labels.shape:
+                labels = labels.masked_fill(mask == 0, IGNORED)
+        if labels is None:
+            return
+        try:
+            output = run(labels=labels)
+            found, own = self.loss_fn(output, labels).double(), output.loss.double()
+        except Exception as error:  # it is raised where the loss is asked for
+            self._other_loss = f"the model's loss fails on the example ({first_line(error)})"
+            return
+        rounding = 1e-4 + 4 * torch.finfo(output.logits.dtype).eps
+        if not torch.allclose(found, own, rtol=rounding, atol=0):
+            self._other_loss = (
+                f"the model's forward computes another loss ({own:.4g} on the example) than its loss_function "
+                f"({found:.4g}), as it does not shift the labels, for example"
+            )
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,9 @@ def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"model: {type(model).__name__} finds padding by the token ids, which only its first stage has; give "
             "attention_mask in the example, as split(model, input_ids, attention_mask=mask), and in every step"
         )
+    if "labels" in inspect.signature(model.forward).parameters:
+        named = given | no_cache(model)
+        _run_restored(model, lambda: layers.compare_loss(lambda **label: model(**named | label), given))
     logger.info("split: the %d layers of %s return its output on the example", len(layers), type(model).__name__)
     return layers
 
@@ -504,7 +507,7 @@ def _kept(module: nn.Module, path: str, row: Collection[str], own: Sequence[str]
     if begins:
         torch_private.share_tensors(holder, module)
     for name, child in children_of(module).items():
-        kept = child and _kept(child, _join(path, name), row, own, begins)
+        kept = None if child is None else _kept(child, _join(path, name), row, own, begins)
         if kept is not None:
             holder.add_module(name, kept)
     return holder
@@ -525,7 +528,8 @@ def _before_row(
     twin: nn.Module = shallow(module)
     copied.append((twin, module))
     for name, child in children_of(module).items():
-        children_of(twin)[name] = child and _before_row(child, _join(path, name), row, copied)
+        own = None if child is None else _before_row(child, _join(path, name), row, copied)
+        children_of(twin)[name] = own
     return twin
 
 
