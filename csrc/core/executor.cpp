@@ -370,6 +370,10 @@ bool Executor::empty() const {
   return all_empty(slots_) && all_empty(sends_);
 }
 
+void Executor::drop_memory() noexcept {
+  for (const auto& payload : slots_) payload->drop_memory();
+}
+
 void Executor::clear() noexcept {
   for (const auto* payloads : {&slots_, &sends_}) {
     for (const auto& payload : *payloads) {

@@ -188,6 +188,8 @@ class Executor {
   void forget_failure() { failed_ = false; }
   // The first error of the last step. It is not kept: it may hold on to all that the failed call was working on.
   std::exception_ptr take_error() { return std::exchange(error_, nullptr); }
+  // Between steps: that in which messages are received, and which is kept from step to step.
+  void drop_memory() noexcept;
   // After a step, when its device has come to its end: throws what the transport has noticed since.
   void check() const { transport_->check(); }
   // From any thread: where the step is in the program; its size between steps.

@@ -34,8 +34,10 @@ class Payload {
   Payload& operator=(const Payload&) = delete;
   virtual ~Payload() = default;
 
-  // Frees the contents; memory to receive into may stay.
+  // Frees the contents; memory to receive into may stay, ...
   virtual void clear() noexcept = 0;
+  // ... until it is dropped, between steps.
+  virtual void drop_memory() noexcept {}
   virtual bool empty() const = 0;
   // Makes the contents fit for a transfer (dense memory). Throws ArgumentError for what cannot be transferred.
   virtual void pack() = 0;

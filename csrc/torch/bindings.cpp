@@ -341,6 +341,7 @@ void bind_executor(py::module_& m) {
            py::arg("in_turns") = py::none())
       .def("fail", &Runner::fail)
       .def("forget_failure", &Runner::forget_failure)
+      .def("drop_memory", &Runner::drop_memory)
       .def("position", &Runner::position)
       .def("check", &Runner::check)
       .def("deferred", &deferred);

@@ -76,6 +76,10 @@ class TensorPayload final : public Payload {
 
   // On the stream that made the contents.
   void clear() noexcept override;
+  void drop_memory() noexcept override {
+    buffers_.clear();
+    idle_ = false;
+  }
   bool empty() const override { return tensors_.empty(); }
   void pack() override;
   void copy_from(const Payload& source) override;

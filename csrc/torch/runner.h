@@ -43,6 +43,7 @@ class Runner final : public Observer {
                  const py::object& on_failure, int num_threads, bool trace, bool drain, const py::object& in_turns);
   void fail() { executor_->fail(); }
   void forget_failure() { executor_->forget_failure(); }
+  void drop_memory() { executor_->drop_memory(); }
   std::size_t position() const { return executor_->position(); }
   void check() const { executor_->check(); }
   const std::vector<TorchStage*>& stages() const { return stages_; }

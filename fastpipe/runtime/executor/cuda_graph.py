@@ -339,7 +339,7 @@ class RecordedRanks(LocalRanks):
             outcome = super(RecordedRanks, self).run(program, signature, announce=False)
 
         error: BaseException | None = None
-        with self._substituted(own, works) as grads:
+        with self._substituted(own, works) as grads, self._own_memory(program):
             try:
                 recording.record(self._stream, work)
             except RuntimeError as found:
@@ -349,6 +349,19 @@ class RecordedRanks(LocalRanks):
         if error is not None or not outcome.spans:  # drained: it failed on another rank, which still waits
             return None
         return RecordedStep(recording, [copies[id(tensor)] for tensor in tensors], own, grads)
+
+    @contextlib.contextmanager
+    def _own_memory(self, program: Program) -> Iterator[None]:
+        """Within it messages are received into memory that no other step uses.
+
+        A recording keeps what it allocates. What the executors keep they release for messages of another shape.
+        """
+        (executor,) = self._executors[program]
+        executor.drop_memory()
+        try:
+            yield
+        finally:
+            executor.drop_memory()
 
     @contextlib.contextmanager
     def _substituted(self, own: Sequence[StageWork], works: Sequence[StageWork]) -> Iterator[Gradients]:

@@ -98,6 +98,10 @@ class Executor(ABC):
     def forget_failure(self) -> None:
         """Before a step: clear a `fail` that came after the end of the last one."""
 
+    @abstractmethod
+    def drop_memory(self) -> None:
+        """Between steps: release the memory for received messages, which may be kept from step to step."""
+
     @property
     def checks(self) -> Sequence[Check]:
         """After the device has finished a step: functions that raise FailureError if the transport lost a peer in it.
@@ -238,6 +242,10 @@ class NativeExecutor(Executor):
         """See `Executor.forget_failure`."""
         self._native.forget_failure()
 
+    def drop_memory(self) -> None:
+        """See `Executor.drop_memory`."""
+        self._native.drop_memory()
+
 
 _LABEL_PREFIX = "PP:"
 """As in torch's pipelines. Without a prefix torch's profiler demangles "2F0" as a C++ name to "F0"."""
@@ -284,6 +292,9 @@ class PythonExecutor(Executor):
     def forget_failure(self) -> None:
         """See `Executor.forget_failure`."""
         self.failed = False
+
+    def drop_memory(self) -> None:
+        """See `Executor.drop_memory`; every message has new memory here."""
 
     def run(
         self, signature: int, announce: bool, trace: bool = False, drain: bool = False

@@ -434,8 +434,8 @@ _Known = tuple[dict[int, tuple[bytes, torch.Tensor]], dict[int, bytes]]
 class TreespecCache:
     """The treespecs that one stage, on one device, sends and receives.
 
-    A tensor is made and used on the stage's stream alone, so its memory can be reused there without a wait. It stays
-    until its signature is announced again, which also ends the recorded steps that send it.
+    A tensor is made on the stage's stream, which waits for whoever sends it, so its memory can be reused there. It
+    stays until its signature is announced again, which also ends the recorded steps that send it.
     """
 
     def __init__(self, stage: int, device: torch.device) -> None:

@@ -5,7 +5,8 @@
 //
 // Of a recording it knows which streams are in it: the one that it began on, and those that waited for an event of it.
 // What CUDA does not let into a graph is written down: to wait for what was before, or for a recording that is over;
-// work on another stream; a wait of the host; a stream that is not joined at the end.
+// work on another stream; a wait of the host; a stream that is not joined at the end. So is a message that would be
+// received into memory that is not the recording's own.
 //
 // Told that an operation takes time, it also knows when a stream has done what it was given: not before the host gave
 // it, and not before what it waits for.
@@ -47,6 +48,7 @@ struct Block {
   std::uint64_t written;
   Clock read{};
   std::set<std::size_t> recorded;
+  std::uint64_t recording = 0;  // in which it was allocated; 0 for none
 };
 
 class Account {
@@ -67,7 +69,7 @@ class Account {
       given_back_[stream][user] = 0;
     }
     // What is there was used before on this stream: as if it were written now.
-    blocks_[start] = {size, stream, stream, now, {}, {}};
+    blocks_[start] = {size, stream, stream, now, {}, {}, recording_};
   }
 
   void freed(const void* start) {
@@ -107,6 +109,13 @@ class Account {
     }
     block->writer = stream;
     block->written = now;
+  }
+
+  // A recording must not hold memory that is given back while the recording stays.
+  void received(const void* data) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Block* const block = find(data);
+    if (recording() && block != nullptr && block->recording != recording_) fault("a receive into memory of before");
   }
 
   void used_on(const void* data, std::size_t stream) {

@@ -159,6 +159,7 @@ class Messages final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Work> begin(const std::vector<at::Tensor>& tensors, int peer, bool receives,
                                        const Move& go) {
+    if (receives) account().received(tensors.front().const_data_ptr());
     const Event done = queue(tensors.front(), peer, receives);
     const auto start = [go, tensor = tensors.front()] {
       std::vector<at::Tensor> host{host_view(tensor)};

@@ -69,6 +69,7 @@ REPLICAS = {
 RECORDED = {
     "one rank, recorded": Case("dualpipev", 1, {}, {}),
     "one rank, split, recorded": Case("zbv", 1, {}, {}),
+    "one stage each, recorded": Case("1f1b", 2, {}, {}),
     "two ranks, recorded": Case("interleaved_1f1b", 2, {"stages_per_rank": 2}, {}),
     "two ranks, split, recorded": Case("zbv", 2, {}, {}),
     "pairs on two ranks, recorded": Case("dualpipev", 2, {}, {}),
