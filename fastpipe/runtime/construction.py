@@ -213,8 +213,10 @@ class BuildRequest:
 
     def signature(self, arguments: Arguments, num_processes: int) -> dict[str, str]:
         """Text by argument that must be the same on every rank; what follows from other arguments is last."""
-        schedule = self.schedule
-        values = {"schedule": schedule.name, "schedule_options": str(dict(schedule.options))}
+        if isinstance(arguments.schedule.schedule, Schedule):  # its name is a label; "program" compares its actions
+            values = {"schedule": "a Schedule"}
+        else:
+            values = {"schedule": self.schedule.name, "schedule_options": str(dict(self.schedule.options))}
         values |= {"num_microbatches": str(self.num_microbatches), **arguments.signature}
         values |= {"partition": f"by {self.unit}"} if self.unit else {}
         if num_processes > 1:

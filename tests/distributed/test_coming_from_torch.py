@@ -76,10 +76,10 @@ def test_torch_s_stages_run_torch_s_files(executor: str, tmp_path: Path) -> None
     lowered._prepare_schedule_with_comms(zero_bubble.pipeline_order)
     x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(3))
     for name in ("compute_only", "compute_comms"):
-        path = tmp_path / f"{name}{rank}.csv"
+        path = tmp_path / f"{name}{rank}.csv"  # each process loads its own
         lowered._dump_csv(path, format=name)
         given: Any = stages if name == "compute_only" else {stage.stage_index: stage for stage in stages}
-        pipe = Pipeline(given, Schedule.from_csv(path, name=name), loss_fn=nn.functional.mse_loss, executor=executor)
+        pipe = Pipeline(given, Schedule.from_csv(path), loss_fn=nn.functional.mse_loss, executor=executor)
         parity = check_parity(pipe, made_layers(), (x, y))
         assert parity.ok, parity
         assert [n for n, _ in pipe.named_parameters()][0] == f"{rank}.0.0.weight"

@@ -41,7 +41,8 @@ def check_split_and_merge(splitting: Any, merging: Any) -> None:
             where = name if key is None else f"{name}[{key!r}]"
             is_function = callable(rule) and not isinstance(rule, type)
             if not (rule is None or rule == REPLICATE or is_function or _is_whole(rule)):
-                raise ValueError(f"{where} = {rule!r}: give a dimension, {REPLICATE!r} or a function")
+                more = ", for all or in a dict by name or position" if key is None else ""
+                raise ValueError(f"{where} = {rule!r}: give a dimension, {REPLICATE!r} or a function{more}")
             if not (key is None or isinstance(key, str) or (_is_whole(key) and key >= 0)):
                 raise ValueError(f"{where}: give a name, or a position counted from 0")
 
