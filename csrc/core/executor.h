@@ -79,11 +79,10 @@ class Observer {
   virtual void failed(std::size_t position, const std::exception_ptr& error) noexcept = 0;
 };
 
-// Which way the pairs of two stages go.
-
-// Two pairs in a row that go one way each are a round, and the faster way has its vote: what disturbs the machine for
-// longer than a pair disturbs both. Which way comes first alternates. All other pairs go the way that had more of the
-// last votes. Rounds come often to begin with and then seldom, but for ever, so that no verdict outlives its machine.
+// Which way the pairs of two stages go. Two pairs in a row that go one way each are a round, and the faster way has its
+// vote: what disturbs the machine for longer than a pair disturbs both. Which way comes first alternates. All other
+// pairs go the way that had more of the last votes. Rounds come often to begin with and then seldom, but for ever, so
+// that no verdict outlives its machine.
 class PairClock {
  public:
   static constexpr std::size_t kVotes = 8;
@@ -106,7 +105,7 @@ class PairClock {
   bool best_ = false;
 };
 
-// Pairs of a forward and a backward that overlap: which way they run; fastpipe/runtime/stage/pairs.py has the same.
+// How pairs of a forward and a backward run; fastpipe/runtime/stage/pairs.py has the same.
 enum class PairWay : std::int32_t { kInOrder = 0, kTogether, kMeasured, kInTurns };
 
 struct PairCounts {
@@ -178,9 +177,9 @@ class Executor {
   Executor(RankProgram program, Stages stages, std::unique_ptr<Transport> transport, const PayloadFactory& make,
            PairWay pairs = PairWay::kInOrder);
 
-  // One step. `start` and `end` receive program().size() times each, in seconds of the steady clock. Only what is
-  // wrong before the first instruction is thrown; what fails later is reported to `observer`, and the step is drained:
-  // every transfer still takes place, so that all channels are empty and in step afterwards.
+  // One step. `start` and `end` receive program().size() times each, in seconds of the steady clock. What an
+  // instruction raises is reported to `observer`, and the step is drained: every transfer still takes place, so that
+  // all channels are empty and in step afterwards. What is wrong before the first one or after the last one is thrown.
   Outcome run(std::int64_t signature, bool announce, Observer& observer, double* start, double* end,
               bool drain = false);
   // From any thread: the step that runs, or is about to, has failed elsewhere.

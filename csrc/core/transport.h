@@ -14,8 +14,6 @@
 
 namespace fastpipe {
 
-// What moves between stages, as the core sees it: opaque. The torch side makes it a list of tensors, a stub a number.
-
 // What a payload looks like, without its data: what both ends of a channel agree on.
 class Spec {
  public:
@@ -26,7 +24,8 @@ class Spec {
   virtual std::string text() const = 0;
 };
 
-// A receive slot's contents, or what a send reads. The executor makes each once and fills it again and again.
+// What moves between stages, as the core sees it: opaque. The torch side makes it a list of tensors, a stub a number.
+// It is a receive slot's contents, or what a send reads. The executor makes each once and fills it again and again.
 class Payload {
  public:
   Payload() = default;
@@ -49,8 +48,6 @@ class Payload {
   virtual void end_step() noexcept {}
 };
 
-// How payloads get from one rank to another. One object a rank; called by the rank's own thread alone.
-
 // Which message: the SEND's stage is the producer, the POST_RECV's the consumer.
 struct Transfer {
   std::size_t position;  // of the SEND or POST_RECV in the rank's program
@@ -62,6 +59,7 @@ struct Transfer {
   std::int32_t consumer(ChannelKind kind) const { return stage + (kind == ChannelKind::kActivation ? 1 : -1); }
 };
 
+// How payloads get from one rank to another. One object a rank; called by the rank's own thread alone.
 // Every function may throw TransportError. The peer is broken from then on: whatever concerns it returns at once and
 // does nothing, so that a step can still be drained with the others.
 class Transport {

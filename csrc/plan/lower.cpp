@@ -15,8 +15,6 @@ namespace fastpipe::plan {
 
 namespace {
 
-// All messages of a schedule, by who makes them and who takes them: the first passes of fastpipe/lower.py.
-
 // What one compute action hands to another; over a channel, or within the rank.
 struct Message {
   int32_t channel;
@@ -27,6 +25,7 @@ struct Message {
   int32_t slot;      // where its receive is posted, until the slot is known
 };
 
+// All messages of a schedule, by who makes them and who takes them: the first passes of fastpipe/lower.py.
 class Flow {
  public:
   explicit Flow(const Orders& orders) : orders_(orders) {}
@@ -72,7 +71,6 @@ class Flow {
   std::vector<int32_t> by_channel_;
 };
 
-// Writes one rank's instructions: the last pass of fastpipe/lower.py, with its pass that places the waits for sends.
 template <typename T>
 using Lowest = std::priority_queue<T, std::vector<T>, std::greater<T>>;
 
@@ -100,6 +98,7 @@ struct Outgoing {
   Lowest<std::pair<int32_t, int64_t>> outstanding{};  // (consumer, index)
 };
 
+// Writes one rank's instructions: the last pass of fastpipe/lower.py, with its pass that places the waits for sends.
 class Emitter {
  public:
   // `out` holds seven rows of `count` entries. `bounded`: see fastpipe_plan_lower.

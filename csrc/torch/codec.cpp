@@ -77,8 +77,9 @@ constexpr std::array<at::ScalarType, 20> kDtypes = {
 std::int64_t number_of(at::ScalarType dtype) {
   const auto* found = std::find(kDtypes.begin(), kDtypes.end(), dtype);
   if (found != kDtypes.end()) return std::distance(kDtypes.begin(), found);
-  throw ArgumentError(std::string("a stage hands on a tensor of ") + c10::toString(dtype) +
-                      ", which cannot be sent; convert it");
+  throw ArgumentError(std::string("a message to another stage has a tensor of ") + c10::toString(dtype) +
+                      ", which cannot be sent: convert it to an ordinary floating-point, complex, integer or bool "
+                      "dtype, such as torch.float32");
 }
 
 at::ScalarType dtype_of(std::int64_t number) {
@@ -96,7 +97,7 @@ Header encode_header(const std::vector<TensorSpec>& specs) {
   std::vector<std::int64_t> words{kGood, static_cast<std::int64_t>(specs.size())};
   for (const TensorSpec& spec : specs) append_words(words, spec, number_of(spec.dtype));
   if (words.size() > kHeaderWords) {
-    throw ArgumentError("a stage hands on " + std::to_string(specs.size()) +
+    throw ArgumentError("a message to another stage has " + std::to_string(specs.size()) +
                         " tensors, more than a header describes; join some of them");
   }
   Header header{};

@@ -19,6 +19,10 @@ namespace {
 
 constexpr std::chrono::milliseconds kTick{100};
 
+std::string lost_text(std::int32_t rank) {
+  return (rank == kUnknownRank ? "a rank" : "rank " + std::to_string(rank)) + " was lost";
+}
+
 }  // namespace
 
 WorkWaits::~WorkWaits() {
@@ -49,7 +53,7 @@ void WorkWaits::wait(const WorkPtr& work, std::chrono::milliseconds timeout) {
 bool WorkWaits::wait_once(Work& work, std::chrono::milliseconds timeout) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (lost_ != kNoRank) throw Error(lost_ < 0 ? "a rank was lost" : "rank " + std::to_string(lost_) + " was lost");
+    if (lost_ != kNoRank) throw Error(lost_text(lost_));
     current_ = &work;
     ++number_;
     if (!ticker_.joinable()) ticker_ = std::thread([this] { tick(); });
@@ -361,9 +365,7 @@ double ProcessGroupTransport::wait_send(std::int32_t send) {
 }
 
 std::optional<std::string> ProcessGroupTransport::why_aborted() const {
-  if (const std::int32_t rank = waits_->lost(); rank != kNoRank) {
-    return (rank == kUnknownRank ? "a rank" : "rank " + std::to_string(rank)) + " was lost";
-  }
+  if (const std::int32_t rank = waits_->lost(); rank != kNoRank) return lost_text(rank);
   if (has_failed()) return kFailed;
   return std::nullopt;
 }

@@ -33,11 +33,11 @@ class Runner final : public Observer {
   // With the GIL held.
   ~Runner() override;
 
-  // calls: (run, output_grads, an RngGuard, meet, fold, fuse, its partners, last_backward, around, (number of the
-  // step, the stage's last microbatches), whether its forward calls all_to_all) of each stage, in the constructor's
-  // order; None for what is not wanted. in_turns: (forward, backward, whether that begins) runs a pair in turns.
-  // Returns (start, end), or None when the step failed on another rank; raises what failed here. num_threads: of
-  // torch's operators; 0 leaves it. trace: the times are those of the device, for which the host waits.
+  // calls: (run, output_grads, guard, run_collective, fold, fuse, partners, last_backward, around, moment: the number
+  // of the step and the stage's last microbatches, exchanges: whether its forward calls all_to_all) of each stage, in
+  // the constructor's order; None for what is not wanted. in_turns: (forward, backward, whether that begins) runs a
+  // pair in turns. Returns (start, end), or None when the step failed on another rank; raises what failed here.
+  // num_threads: of torch's operators; 0 leaves it. trace: the times are those of the device, for which the host waits.
   // drain: nothing is computed, and stand-ins are sent: the step has failed here before its first instruction.
   py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
                  const py::object& on_failure, int num_threads, bool trace, bool drain, const py::object& in_turns);

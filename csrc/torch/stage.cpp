@@ -213,13 +213,17 @@ const TorchStage::Tensors& TorchStage::gradients_for(std::int32_t microbatch, co
                       std::to_string(record.roots.size()) + " outputs that require one");
 }
 
+void TorchStage::Record::drop_graph() noexcept {
+  inputs.clear();
+  entry = NodePtr();
+  outputs.clear();
+  roots.clear();
+  kept.clear();
+}
+
 void TorchStage::end(Record& record) {
   record.gradients = input_gradients(record.inputs, record.entry);
-  record.inputs.clear();
-  record.entry = NodePtr();
-  record.outputs.clear();
-  record.roots.clear();
-  record.kept.clear();
+  record.drop_graph();
 }
 
 bool TorchStage::can_overlap(const Stage& pair) const {
@@ -257,7 +261,7 @@ bool TorchStage::fuse(std::int32_t microbatch, const Payload* input, Stage& othe
   follow(fused_, pair.stream_, stream_);
   run(records_[microbatch], Arming::Phase::kFused, microbatch, input, [&](const Tensors& inputs) {
     const py::object grads = from_loss ? py::object(py::none()) : to_tuple(*gradients);
-    return calls_.fuse(microbatch, to_tuple(inputs), pair.index_, pair_microbatch, to_tuple(theirs.kept), grads);
+    return calls_.fuse(microbatch, to_tuple(inputs), pair.index_, to_tuple(theirs.kept), grads);
   });
   pair.root_gradients_.clear();
   // what the method has made, and the zeros of what it has not, are from now on the other stage's
@@ -354,11 +358,7 @@ void TorchStage::take(ChannelKind kind, std::int32_t microbatch, Payload& into) 
 
 void TorchStage::release() noexcept {
   for (Record& record : records_) {
-    record.inputs.clear();
-    record.entry = NodePtr();
-    record.outputs.clear();
-    record.roots.clear();
-    record.kept.clear();
+    record.drop_graph();
     record.gradients.clear();
     if (record.weights) record.weights->clear();
     record.held_bytes = 0;

@@ -125,6 +125,9 @@ class TorchStage final : public Stage {
     Tensors gradients;
     std::shared_ptr<WeightGradients> weights;  // where the backward is split
     std::size_t held_bytes = 0;                // between I and W
+
+    // The backward for inputs is over, or will not come.
+    void drop_graph() noexcept;
   };
 
   bool excludes(const TorchStage& pair) const;

@@ -164,7 +164,7 @@ class ExecutionArguments:
                 "start the processes again, or make a mesh in which these dimensions have other names"
             )
         _check_switch("cuda_graph", self.cuda_graph)
-        if self.audit is not None and not (_is_seconds(self.audit) and self.audit <= 1):
+        if self.audit is not None and not (_is_positive(self.audit) and self.audit <= 1):
             raise ValueError(
                 f"audit = {self.audit!r}: give the share of the microbatches of stages that another rank computes "
                 "again, 0.05 for example, or None"
@@ -176,7 +176,7 @@ class ExecutionArguments:
         Raises:
             ValueError: for an invalid timeout, with what to give.
         """
-        if not _is_seconds(self.timeout):
+        if not _is_positive(self.timeout):
             raise ValueError(f"timeout = {self.timeout!r}: give seconds, more than 0")
         return min(self.timeout, _LONGEST)
 
@@ -189,7 +189,7 @@ class ExecutionArguments:
         seconds = self.warn_after
         if seconds is None:
             return min(60.0, self.checked_timeout() / 10)
-        if not _is_seconds(seconds):
+        if not _is_positive(seconds):
             raise ValueError(f"warn_after = {seconds!r}: give seconds, more than 0, or None")
         return float(seconds)
 
@@ -417,7 +417,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _is_seconds(value: Any) -> bool:
+def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 

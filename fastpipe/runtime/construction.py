@@ -237,7 +237,7 @@ def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
         model, given, execution = arguments.model, arguments.schedule, arguments.execution
         size = world.member.size
         num_ranks = given.find_num_ranks(size)
-        if num_ranks > 1 == size and (meets := execution.other_dimensions()):
+        if world.is_single_process and num_ranks > 1 and (meets := execution.other_dimensions()):
             raise ValueError(
                 f"num_ranks = {num_ranks}: ranks that are threads would start the collectives of their stages over "
                 f"{', '.join(meets)} in any order; start one process per rank with torchrun"
@@ -246,8 +246,9 @@ def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
         lanes = execution.lanes(num_ranks, size)
         options = options_with_stages(given.schedule, given.schedule_options, given.stages_per_rank)
         queues = execution.queues(world.device, size)
-        order = (given.schedule, num_ranks, options, given.stage_to_rank)
-        programs = Programs(*order, lanes, given.recv_lookahead, queues)
+        programs = Programs(
+            given.schedule, num_ranks, options, given.stage_to_rank, lanes, given.recv_lookahead, queues
+        )
         num_microbatches = given.find_num_microbatches()
         schedule = programs.schedule(num_microbatches)
         programs.program(num_microbatches, forward_only=False)

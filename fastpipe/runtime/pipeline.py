@@ -117,7 +117,7 @@ class Pipeline:
             ``"cuda_ipc"``: copy engines copy between GPUs of one host; experimental, never chosen by "auto".
             ``"process_group_coalesced"``: simultaneous sends and receives between two ranks are one operation (NCCL).
             The environment variable FASTPIPE_TRANSPORT sets the meaning of "auto" for several processes, and must be
-            the same on all. Or a `fastpipe.runtime.transport.transport.Transport`.
+            the same on all. Or a `fastpipe.runtime.transport.Transport`.
         stage_to_rank: the rank of every stage. Default: the schedule's.
         recv_lookahead: how many compute actions ahead receives are posted; see `fastpipe.lower`. Coalescing
             transports have their own rule.
@@ -203,19 +203,19 @@ class Pipeline:
         world = find_world(arguments)
         with building(world.control) as undo:
             request = agree_on_request(arguments, world)
-            arguments, local, made_by = agree_on_stages(arguments, request, world)
-            self.transport = connect(arguments, world, made_by)
+            arguments, local, executor_type = agree_on_stages(arguments, request, world)
+            self.transport = connect(arguments, world, executor_type)
             undo.append(self.transport.abort)
             self.device, self.loss_fn, self.grad_dtype = world.device, loss_fn, grad_dtype
             self.num_ranks = request.schedule.num_ranks
-            self._world, self._executor = world, made_by
+            self._world, self._executor_type = world, executor_type
             self._reduces, self._grad_norms = True, GradNorms()
             self._start(arguments, request, local)
         logger.info("%s", self.describe())
 
     def _start(self, arguments: Arguments, request: BuildRequest, local: LocalStages) -> None:
         """Use these stages and programs from the next step on."""
-        steps = make_steps(arguments, request, local, self._world, self.transport, self._executor)
+        steps = make_steps(arguments, request, local, self._world, self.transport, self._executor_type)
         if not self._world.is_single_process:
             # it is cut once, so that the caller may free the layers of other processes
             arguments = replace(arguments, model=replace(arguments.model, stages=local.modules))
@@ -593,8 +593,8 @@ class Pipeline:
             model = replace(model, stages=dict(self.stage_modules))
         self._steps.check_filled()
         former, finalizer = self._steps, self._finalizer
-        unwrapped = replace(self._arguments, model=replace(model, data_parallel=None))
-        local = build_stages(unwrapped, request, self._world)
+        bare = replace(self._arguments, model=replace(model, data_parallel=None))
+        local = build_stages(bare, request, self._world)
         self._start(replace(self._arguments, model=model), request, local)
         self._steps.random.step_count, self._steps.loss_scale = former.random.step_count, former.loss_scale
         # only now, as a module may refuse what the plan needs, a copy for example

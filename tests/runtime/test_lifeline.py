@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastpipe.runtime.common.failure import DIED
-from fastpipe.runtime.coordination.peers import BEAT_SECONDS, GONE, LEFT, SILENT, Lifeline
+from fastpipe.runtime.coordination.peers import BEAT_SECONDS, HANGUP, LEFT, SILENT, Lifeline
 from tests.patience import PATIENCE
 
 STORE = SimpleNamespace(underlying_store=SimpleNamespace(host="localhost"))
@@ -39,7 +39,7 @@ def wait_for_end(line: Lifeline, seconds: float) -> float:
     start = time.monotonic()
     poll = select.poll()
     for descriptor in line.descriptors:
-        poll.register(descriptor, GONE)
+        poll.register(descriptor, HANGUP)
     while not poll.poll(1000 * BEAT_SECONDS) and time.monotonic() < start + seconds:
         line.beat()
     return time.monotonic() - start

@@ -68,7 +68,10 @@ class Control:
 
     @property
     def dead(self) -> list[Failure]:
-        """The processes that have exited, by rank; from any thread. In a mesh also those of other pipelines."""
+        """Failures of the processes that have exited or closed the pipeline, by rank; from any thread.
+
+        In a mesh also those of other pipelines.
+        """
         return []
 
     def setup(self, message: Reply) -> Replies:

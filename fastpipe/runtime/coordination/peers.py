@@ -35,7 +35,7 @@ from fastpipe.runtime.coordination.host import Identity, identify, same_host
 LEFT = "its process ended or closed the pipeline"
 SILENT = "its host does not answer"
 BEAT_SECONDS = 0.25
-GONE = select.POLLRDHUP
+HANGUP = select.POLLRDHUP
 """The event to poll for: received bytes need not wake the watcher."""
 
 _BEAT = b"."
@@ -239,7 +239,7 @@ class Lifeline:
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors to poll for `GONE`."""
+        """The descriptors to poll for `HANGUP`."""
         return [connection.fileno() for connection in self._connections.values()]
 
     def beat(self) -> None:

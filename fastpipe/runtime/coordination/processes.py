@@ -43,7 +43,7 @@ from fastpipe.runtime.coordination.control import Control, Replies, Reply
 from fastpipe.runtime.coordination.deferred import DeferredResults
 from fastpipe.runtime.coordination.gather import Gather, SharedMemoryGather, StoreGather
 from fastpipe.runtime.coordination.host import Identity, RanksPerHost, same_host
-from fastpipe.runtime.coordination.peers import BEAT_SECONDS, GONE, LEFT, Lifeline, LocalPeers
+from fastpipe.runtime.coordination.peers import BEAT_SECONDS, HANGUP, LEFT, Lifeline, LocalPeers
 
 logger = logging.getLogger("fastpipe")
 _UNWATCHED = "their exits are detected by connections to rank 0, or after the timeout"
@@ -119,7 +119,7 @@ class Processes(Control):
         if self.step:
             return self._lost or next(iter(self._watcher.dead), None)
         # before the published failure is read: a process that fails publishes that and then closes the pipeline
-        dead = self._watcher.find_dead(self.step + 1)
+        dead = self._watcher.find_dead(1)
         # a lost store is reported where it is needed
         if (failure := self._breaker.call(self._find_published, None)) is not None:
             return failure
@@ -230,7 +230,7 @@ class Watcher:
         polls: whether some process cannot wake this one, so that the store is polled.
         published: the steps whose failures this process has published and not yet deleted.
         on_loss: called from the watcher's thread if a process exits without closing the pipeline, in or between steps.
-        dead: the processes that have exited, by rank.
+        dead: failures of the processes that have exited or closed the pipeline, by rank.
     """
 
     def __init__(self, store: Any, local_peers: LocalPeers, lifeline: Lifeline) -> None:
@@ -345,7 +345,7 @@ class Watcher:
         for process in self.local_peers.processes.values():
             poll.register(process, select.POLLIN)
         for connection in self.lifeline.descriptors:
-            poll.register(connection, GONE)
+            poll.register(connection, HANGUP)
         return poll
 
     def _milliseconds(self, looking: bool) -> float | None:
@@ -380,7 +380,7 @@ class Watcher:
         return True
 
     def find_dead(self, step: int) -> list[Failure]:
-        """The processes that cannot take part in a step because they have exited, by rank."""
+        """Failures of the processes that cannot take part in a step: exited, or closed the pipeline; by rank."""
         ended = self.lifeline.ended()
         found = {rank: cause for rank, (cause, last_step) in ended.items() if last_step < step}
         found |= dict.fromkeys(self.local_peers.ended(), DIED)

@@ -75,7 +75,7 @@ class Executor(ABC):
             announce: whether the signature is new, so that messages announce their shapes.
             trace: measure times on the device, for which the host may wait.
             drain: the step failed on this rank before its first instruction: nothing is computed, and other ranks get
-                placeholders for its messages.
+                stand-ins for its messages.
 
         Returns:
             Start and end of every instruction in seconds of the monotonic clock; on a device with streams those of its
@@ -216,9 +216,7 @@ class NativeExecutor(Executor):
             stage.exchanges,
         )
 
-    def _fuse(
-        self, stage: Stage, microbatch: int, inputs: Tensors, pair: int, _: int, roots: Tensors, grads: Any
-    ) -> Tensors:
+    def _fuse(self, stage: Stage, microbatch: int, inputs: Tensors, pair: int, roots: Tensors, grads: Any) -> Tensors:
         return stage.run_fused(microbatch, inputs, self.stages[pair], roots, grads)
 
     @property
@@ -346,7 +344,7 @@ class PythonExecutor(Executor):
         except BaseException as error:  # published, and raised at the end of the step
             self._fail_at(position, error)
             if op is Op.SEND:
-                # nothing was sent, and the receiver waits: send a placeholder
+                # nothing was sent, and the receiver waits: send a stand-in
                 with contextlib.suppress(BaseException):  # the first error is already published
                     call()
 
@@ -416,7 +414,7 @@ class PythonExecutor(Executor):
             self.slots[slot] = tensors
 
     def send(self, message: Message, channel: int, number: int) -> None:
-        """SEND; in a failed step a placeholder."""
+        """SEND; in a failed step a stand-in."""
         tensors = self.made.pop(message, None)
         self.endpoint.send(message, channel, number, None if self.failed else tensors)
 

@@ -322,19 +322,23 @@ class Stage:
         with self.context.as_current(Op.F, microbatch):
             return self._forward(microbatch, inputs, splits)
 
+    def can_overlap(self, pair: Stage) -> bool:
+        """Whether F of this stage and B of ``pair`` may run at the same time."""
+        # collectives run in the order of the actions
+        return self.parallel is None and pair.parallel is None and not self._excludes(pair)
+
     def can_alternate(self, pair: Stage) -> bool:
         """Whether F of this stage and B of ``pair`` are to run in turns, if the pipeline has such pairs."""
-        return (self.exchanges or pair.exchanges) and self.can_overlap(pair, in_turns=True)
+        # a wrapper has one action at a time
+        is_free = self is not pair or self.parallel is None
+        return (self.exchanges or pair.exchanges) and is_free and not self._excludes(pair)
 
-    def can_overlap(self, pair: Stage, *, in_turns: bool = False) -> bool:
-        """Whether F of this stage and B of ``pair`` may run at the same time."""
-        if (self.parallel is not None or pair.parallel is not None) and not (in_turns and self is not pair):
-            return False  # collectives must have the same order on all replicas, and a wrapper has one action at a time
+    def _excludes(self, pair: Stage) -> bool:
         if self.random is None:
-            return True
+            return False
         guard = self.random.guard
         # a recompute writes buffers again, BatchNorm's for example, and so does an F of the same stage
-        return not guard.exclusive and not (guard.recomputes and self is pair)
+        return guard.exclusive or (guard.recomputes and self is pair)
 
     def forward_backward(
         self,

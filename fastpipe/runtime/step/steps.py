@@ -138,7 +138,7 @@ class Steps:
     """Runs the steps of a pipeline on this process.
 
     Args:
-        copies: handles stages that two ranks hold.
+        copies: handles stages that two ranks hold, and tied weights.
         unfilled: the stages of a pipeline that was built on meta, until its first step.
         rest: what this process has of the model and does not compute.
         warn_after: seconds after which a step is reported that has not ended.
@@ -187,8 +187,8 @@ class Steps:
         self._has_separate_grads = False  # by `StageCopies.before_step` of this step
         self._outputs = LocalOutputs(())  # of this step
         # the watcher's thread holds this, and must not hold the stages
-        self._lost = partial(_lost, ranks.mesh_groups, ranks.device_events, ranks.transport)
-        control.on_loss(self._lost)
+        self._unblock = partial(_unblock, ranks.mesh_groups, ranks.device_events, ranks.transport)
+        control.on_loss(self._unblock)
         self._has_noted_split = False
         self.watchdog = Watchdog(control, ranks, warn_after)
         self._calls = Calls(ranks.interrupt)
@@ -340,9 +340,9 @@ class Steps:
     def _check_calls(self, replies: Replies) -> None:
         calls = [reply["call"] for reply in replies]
         if len(set(calls)) > 1:
-            listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+            each = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             raise ValueError(
-                f"the ranks do not make the same call: {listed}; pass the same keyword arguments on all ranks, as None "
+                f"the ranks do not make the same call: {each}; pass the same keyword arguments on all ranks, as None "
                 "where a rank does not need one"
             )
         for reply in replies.elsewhere:
@@ -529,7 +529,7 @@ class Steps:
         return len(self.announced) if len(self.announced) < _MAX_SIGNATURES else next(iter(self.announced.values()))
 
     def _finish(self, outcome: Outcome, request: Request, trace: bool) -> Replies:
-        """Exchange the outcomes, and sum the gradients of stages that two ranks hold."""
+        """Exchange the outcomes, and sum the gradients of stages that two ranks hold and of tied weights."""
         self.watchdog.phase = "has run the step, and waits for the outcome of the other ranks"
         try:
             if outcome.failure is None:
@@ -615,7 +615,7 @@ class Steps:
             raise failures[0].error(note=note)
         is_first = outcome.first is None or outcome.first.rank in self.ranks.stages
         if not is_first or isinstance(outcome.error, FailureError):
-            # after a failure elsewhere this rank computed on placeholders
+            # after a failure elsewhere this rank computed on stand-ins
             raise failures[0].error(note=note) from outcome.error
         with contextlib.suppress(Exception):  # a user's exception type may refuse notes
             outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
@@ -631,7 +631,7 @@ class Steps:
         """Called by the watcher: another process failed or died."""
         self.ranks.fail(failure)
         if failure.is_fatal:
-            self._lost(failure)
+            self._unblock(failure)
 
     def abort(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
         """End this pipeline with a fatal failure, and raise it."""
@@ -773,7 +773,7 @@ class Steps:
             del running
 
 
-def _lost(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, failure: Failure) -> None:
+def _unblock(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, failure: Failure) -> None:
     """Called by the watcher, in or between steps: another process ended."""
     mesh_groups.abort()
     events.invalidate(failure)
@@ -797,4 +797,4 @@ def _forward_only(request: Request, inputs: Inputs) -> Request:
     """The same request, forward only, with the microbatches that were already taken."""
     args = request.args if inputs.args is None else (list(inputs.args),)
     kwargs = {name: inputs.kwargs.get(name, value) for name, value in request.kwargs.items()}
-    return Request(args, kwargs, None, None, request.num_microbatches, training=False)
+    return replace(request, args=args, kwargs=kwargs, target=None, output_grad=None, training=False)

@@ -36,6 +36,7 @@ from fastpipe.runtime.common import (
     Tensors,
     TensorSpec,
     attended,
+    first_line,
     flat,
     keep_in_children,
     logged,
@@ -70,12 +71,12 @@ _DTYPES = (
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
 )
-_POISON, _GOOD = 0, 1
+_STAND_IN, _GOOD = 0, 1
 
 
 def write_header(specs: Specs | None) -> torch.Tensor:
-    """A header: good or poison, number of tensors; then dtype, gradient flag, dimensions, sizes and strides of each."""
-    numbers = [_POISON, 0] if specs is None else [_GOOD, len(specs)]
+    """A header: good or a stand-in, number of tensors; of each, dtype, gradient flag, dimensions, sizes and strides."""
+    numbers = [_STAND_IN, 0] if specs is None else [_GOOD, len(specs)]
     for spec in specs or ():
         if spec.dtype not in _DTYPES:
             raise ValueError(
@@ -94,7 +95,7 @@ def write_header(specs: Specs | None) -> torch.Tensor:
 def read_header(header: torch.Tensor) -> Specs | None:
     """The specs in a header; None if the sender failed."""
     numbers = header.tolist()
-    if numbers[0] == _POISON:
+    if numbers[0] == _STAND_IN:
         return None
     specs, at = [], 2
     for _ in range(numbers[1]):
@@ -293,7 +294,7 @@ def swap(
 
 def dead_or_silent(peer: int, error: RuntimeError) -> FailureError:
     """The error for an exception of c10d about a peer; keeps its first line."""
-    return lost_peer(f"rank {peer} is dead or silent: {str(error).splitlines()[0]}", peer)
+    return lost_peer(f"rank {peer} is dead or silent: {first_line(error)}", peer)
 
 
 def group_index(channel: Channel) -> int:

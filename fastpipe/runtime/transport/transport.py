@@ -100,7 +100,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def send(self, message: Message, channel: int, number: int, tensors: Tensors | None) -> None:
-        """Start a send; None sends the placeholder of a failed rank.
+        """Start a send; None sends the stand-in of a failed rank.
 
         Raises:
             ValueError: if the tensors differ from the announced specs; then nothing is sent.
