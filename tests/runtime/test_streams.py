@@ -153,12 +153,13 @@ print("gradients", races())
 
 class Passing(steps.Block):
     def forward(self, x, first=None):
-        y = super().forward(x)  # sent with gaps in memory
+        y = super().forward(x if first is None else x + first)  # sent with gaps in memory
         return torch.stack([y, y], -1)[..., 0], x * 2 if first is None else first
-layers = [Passing(8).to("fake") for _ in range(3)]
-pipe = fastpipe.Pipeline(layers, "1f1b", 8, num_ranks=3, transport=Loopback(delay=1e-3))
-for _ in range(6):
-    pipe.eval_step(x)
+for schedule, num_ranks, num_stages in ("1f1b", 3, 3), ("interleaved_1f1b", 2, 4):
+    layers = [Passing(8).to("fake") for _ in range(num_stages)]
+    pipe = fastpipe.Pipeline(layers, schedule, 8, num_ranks=num_ranks, transport=Loopback(delay=1e-3))
+    for _ in range(6):
+        pipe.eval_step(x)
 print("messages", races())
 
 streams, caches = [torch.Stream(device="fake") for _ in range(2)], [TreespecCache(i, x.device) for i in range(2)]
@@ -303,7 +304,7 @@ def test_gradients_of_a_tied_weight_are_averaged_when_they_are_there(library: Pa
 
 def test_what_stages_share_is_ordered(library: Path, tmp_path: Path) -> None:
     """The gradient of a weight that the loss uses, too, and to which W adds products; the memory of a tensor that a
-    rank passes on, which is another rank's, and the copy of one with gaps; and equal treespecs of two stages."""
+    rank passes on or holds, which is another stream's; the copy of one with gaps; and equal treespecs."""
     skip_without_native()
     assert run_text(SHARED, library, tmp_path) == ["gradients []", "messages []", "treespecs []"]
 

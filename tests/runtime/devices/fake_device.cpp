@@ -158,6 +158,10 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef strides, 
                                            dtype.value_or(at::kFloat));
 }
 
+void record_stream(at::Tensor& tensor, at::Stream stream) {
+  account().used_on(tensor.const_data_ptr(), number_of(stream));
+}
+
 // A call of an operator by the host's kernel, on the memory of the device's tensors, with an account of it.
 class HostCall {
  public:
@@ -255,6 +259,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("view", &at::native::view);
   library.impl("_reshape_alias", &at::native::_reshape_alias);
   library.impl("_copy_from", &copy_from);
+  library.impl("record_stream", &record_stream);
   // whole, as torch's way over the out= operator would resize memory
   library.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&on_host>());
 }
