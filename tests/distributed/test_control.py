@@ -169,10 +169,10 @@ def rest(way: str, steps: int) -> tuple[int, int]:
     with control(way) as own:
         look, store = own._watcher.find_dead, own._watcher.store
 
-        def counted() -> set[int]:
+        def counted(step: int) -> list[Failure]:
             nonlocal looks
             looks += 1
-            return look()
+            return look(step)
 
         own._watcher.find_dead = counted  # type: ignore[method-assign]
         before = store.list_keys()  # the pipeline's own; num_keys counts those of torch, which come when they like

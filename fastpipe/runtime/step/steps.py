@@ -341,10 +341,7 @@ class Steps:
         calls = [reply["call"] for reply in replies]
         if len(set(calls)) > 1:
             each = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
-            raise ValueError(
-                f"the ranks do not make the same call: {each}; pass the same keyword arguments on all ranks, as None "
-                "where a rank does not need one"
-            )
+            raise ValueError(f"the ranks do not make the same call: {each}")
         for reply in replies.elsewhere:
             if reply["call"] != calls[0]:
                 raise ValueError(
