@@ -22,7 +22,8 @@ struct Message {
   int32_t microbatch;
   int32_t producer;  // position among the source's actions
   int32_t consumer;  // position among the destination's actions
-  int32_t slot;      // where its receive is posted, until the slot is known
+  int32_t posted;    // the position before which its receive is posted
+  int32_t slot;      // of its buffer
 };
 
 // All messages of a schedule, by who makes them and who takes them: the first passes of fastpipe/lower.py.
@@ -201,7 +202,7 @@ bool Flow::make(int32_t rank, std::vector<int32_t>& channel_to) {
       int32_t& made = made_as_[key(kind, target, part.microbatch)];
       if (made != kNone) return false;
       made = static_cast<int32_t>(messages_.size());
-      messages_.push_back({channel, target, part.microbatch, static_cast<int32_t>(i), kNone, kNone});
+      messages_.push_back({channel, target, part.microbatch, static_cast<int32_t>(i), kNone, kNone, kNone});
     }
   }
   for (size_t c = first_channel; c < channels_.size(); ++c) {
@@ -245,7 +246,7 @@ void Flow::place_receives(int32_t ahead) {
     for (int64_t k = first_of_[c + 1] - 1; k >= first_of_[c]; --k) {
       Message& message = messages_[by_channel_[k]];
       position = std::min(position, std::max(0, message.consumer - ahead));
-      message.slot = position;
+      message.posted = position;
     }
   }
 }
@@ -304,7 +305,7 @@ void Emitter::post_receives(int64_t position) {
   for (Incoming& incoming : incoming_) {
     while (incoming.posted < flow_.size_of(incoming.channel)) {
       Message& message = flow_.message_of(incoming.channel, incoming.posted);
-      if (message.slot != position) break;
+      if (message.posted != position) break;
       message.slot = slots_.take(message.channel);
       move(kPostRecv, message, message.stage, message.slot);
       ++incoming.posted;

@@ -114,7 +114,8 @@ std::string TorchStage::place(std::int32_t microbatch) const {
 }
 
 Timed TorchStage::timed(Op op, std::int32_t microbatch, const Payload* given) const {
-  if (times_ != nullptr) tensors_of(given);
+  // The stream waits for the inputs before its clock starts.
+  if (times_ != nullptr && given != nullptr) static_cast<const TensorPayload*>(given)->taken_in();
   return {times_, op, index_, microbatch};
 }
 

@@ -10,7 +10,7 @@ from fastpipe.runtime.common.devices import (
     recorded,
     thread_state,
     time_when_idle,
-    wait_until_done,
+    wait_until_idle,
     wants_streams,
 )
 from fastpipe.runtime.common.failure import (

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
+from concurrent.futures import wait
 from functools import partial
 
 import torch
 from torch import nn
 
 from fastpipe.runtime.common.torch_private import modes_of_thread
+from fastpipe.runtime.common.waits import call_in_thread
 
 CPU = torch.device("cpu")
-_PAUSE = 1e-3
 
 
 def located(device: torch.device) -> torch.device:
@@ -78,14 +79,12 @@ def recorded(device: torch.device) -> torch.Event:
     return event
 
 
-def wait_until_done(device: torch.device, seconds: float) -> bool:
-    """Wait for the work queued on the device's current stream, at most ``seconds``; returns whether it is done."""
-    event = recorded(device)
-    until = time.monotonic() + seconds
-    while not event.query():
-        if time.monotonic() >= until:
-            return False
-        time.sleep(_PAUSE)
+def wait_until_idle(device: torch.device, seconds: float) -> bool:
+    """Wait for all work queued on the device, at most ``seconds``; returns whether it is done."""
+    idle = call_in_thread(partial(torch.accelerator.synchronize, device), "fastpipe-idle")
+    if not wait([idle], seconds).done:
+        return False
+    idle.result()
     return True
 
 

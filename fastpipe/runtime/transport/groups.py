@@ -35,7 +35,7 @@ from fastpipe.runtime.common import (
     keep_in_children,
     lost_peer,
     torch_private,
-    wait_until_done,
+    wait_until_idle,
 )
 from fastpipe.runtime.coordination import Identity, RanksPerHost, check_job, identify, name_attempt, shares_store
 
@@ -378,7 +378,7 @@ class OwnGroups:
         device = self._member.device
         if not self.groups or self._aborts is not None or device.type == "cpu":
             return True
-        if not wait_until_done(device, self._seconds):
+        if not wait_until_idle(device, self._seconds):
             return False
         wait_for_all(self._store, self._member.rank, self._member.size, self._seconds)
         return True
