@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 import fastpipe
 from fastpipe import Pipeline
 from fastpipe.runtime.model.chain import Chain
-from fastpipe.runtime.step.inputs import Inputs, Request, batch_digests, check_batches
+from fastpipe.runtime.step.agreement import batch_digests, check_batches
+from fastpipe.runtime.step.inputs import Inputs, Request
 from fastpipe.runtime.step.microbatch import split
 from fastpipe.testing import reference_step
 from tests.conftest import executors_in_turn

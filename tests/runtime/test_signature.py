@@ -10,7 +10,8 @@ from torch import nn
 
 from fastpipe import Pipeline
 from fastpipe.runtime.model.modules import flags_of
-from fastpipe.runtime.step.inputs import Inputs, Request, batch_digests, signature_of
+from fastpipe.runtime.step.agreement import batch_digests
+from fastpipe.runtime.step.inputs import Inputs, Request, signature_of
 from fastpipe.runtime.step.microbatch import rows_of, split
 
 

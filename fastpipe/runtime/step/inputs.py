@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import bytes_of, is_block_mask, pytree, tensor_leaves, tensors_in
+from fastpipe.runtime.common import is_block_mask, pytree, tensor_leaves, tensors_in
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model import accepted_names, positional_names, selected
 from fastpipe.runtime.stage import PER_MICROBATCH, Stage, StageWork
@@ -23,7 +22,6 @@ from fastpipe.runtime.step.microbatch import (
     has_rule,
     is_list_of_microbatches,
     lengths,
-    rows_of_split,
     rule_for,
     split,
     split_argument,
@@ -34,7 +32,6 @@ from fastpipe.schedule import Schedule
 ROWS, NAMED, RULE = "rows", "named", "rule"
 """How a whole batch is split: positional inputs, and keyword inputs, by rows if they have the batch's number of rows;
 others by a rule of `split`; targets in any proportion."""
-_SAMPLE = 4096
 
 
 @dataclass(frozen=True)
@@ -136,82 +133,6 @@ class Inputs:
     def given(self) -> dict[str, list[bool]]:
         """For every keyword argument of a local stage: the microbatches in which it is not None."""
         return {name: [value is not None for value in values] for name, values in self.kwargs.items()}
-
-
-def batch_digests(request: Request, inputs: Inputs, whole: bool) -> dict[str, list[Any]]:
-    """The form and a checksum of the values of every argument of this rank, needed here or not.
-
-    Args:
-        inputs: the inputs taken from it. An iterator's items count on ranks that consumed them.
-        whole: checksum all elements, also on a device, which waits for it. Otherwise some thousand elements of every
-            CPU tensor, which takes microseconds.
-    """
-    given = dict(zip(_input_names(request), request.args, strict=True))
-    given |= {name: inputs.kwargs.get(name, v) if isinstance(v, Iterator) else v for name, v in request.kwargs.items()}
-    given |= {"target": request.target, "output_grad": request.output_grad}
-    found = {}
-    for name, value in given.items():
-        if value is not None and not isinstance(value, Iterator):
-            form = [type(value).__name__, *getattr(value, "shape", [len(value)] if isinstance(value, list) else [])]
-            found[name] = [form, _digest(value, 0, whole)]
-    return found
-
-
-def _digest(value: Any, found: int, whole: bool) -> int:
-    if type(value) in (tuple, list):
-        for item in value:
-            found = _digest(item, found, whole)
-    elif type(value) is dict:
-        found = _digest(list(value.values()), found, whole)
-    elif type(value) in (bool, int, float, str):
-        found = zlib.crc32(repr(value).encode(), found)
-    elif type(value) in (torch.Tensor, nn.Parameter) and _is_read(value, whole):
-        found = zlib.crc32(bytes_of(value if whole else _sampled(value)).numpy().data, found)
-    elif is_block_mask(value):
-        found = _digest(value.kv_num_blocks, found, whole)
-    # other objects may have state that differs between ranks, such as a key-value cache
-    return found
-
-
-def _is_read(tensor: torch.Tensor, whole: bool) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and (whole or tensor.device.type == "cpu")
-
-
-def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """At most some thousand elements, evenly spaced."""
-    tensor, size = tensor.detach(), tensor.numel()
-    if size <= _SAMPLE:
-        return tensor
-    stride = size // _SAMPLE | 1  # odd: an even stride would sample the same columns of every row
-    if tensor.is_contiguous():
-        return tensor.view(-1)[::stride]
-    return tensor[torch.unravel_index(torch.arange(0, size, stride), tensor.shape)]
-
-
-def check_batches(digests: Mapping[str, Mapping[str, list[Any]]]) -> None:
-    """Refuse a step if ranks were given different batches.
-
-    Args:
-        digests: of every rank, from `batch_digests`, by its number, with its place in another pipeline of a mesh.
-            Arguments of different types are not compared.
-    """
-    for name in sorted({name for own in digests.values() for name in own}):
-        by_type: dict[str, dict[str, list[Any]]] = {}
-        for rank, own in digests.items():
-            if name in own:
-                by_type.setdefault(own[name][0][0], {})[rank] = own[name]
-        for found in by_type.values():
-            first, *_ = found
-            others = [rank for rank, own in found.items() if own != found[first]]
-            if others:
-                raise ValueError(
-                    f"{name} has other values on ranks [{', '.join(others)}] than on rank {first}: in every call of "
-                    "step give all ranks of a pipeline the same batch, or None where a rank does not need it, and so "
-                    "along other dimensions of a mesh (name one whose ranks have data of their own 'cp', 'ep' or a "
-                    "name that begins with 'dp'). Shuffle by the same seed on all of them, give a DistributedSampler "
-                    "the pipelines as its replicas, and let no rank leave out a call (see Loading data in "
-                    "docs/guide.md)"
-                )
 
 
 def signature_of(request: Request, inputs: Inputs, rules: Rules) -> tuple[Any, ...]:
@@ -343,11 +264,11 @@ def _split_args(request: Request, rules: Rules) -> list[list[Any]]:
     positions = [key for key in rules if isinstance(key, int)] if isinstance(rules, Mapping) else []
     if request.args and positions and max(positions) >= len(request.args):
         raise ValueError(f"split[{max(positions)}]: there are {len(request.args)} positional arguments, counted from 0")
-    names = _input_names(request)
+    names = input_names(request)
     return [split_argument(value, count, rules, i, names[i]) for i, value in enumerate(request.args)]
 
 
-def _input_names(request: Request) -> list[str]:
+def input_names(request: Request) -> list[str]:
     """The names of positional arguments in errors."""
     count = len(request.args)
     return ["the input"] if count == 1 else [f"input {i}" for i in range(count)]
@@ -407,61 +328,6 @@ def _check_history(value: Any, name: str) -> None:
             "one frees it: make its computation a layer of the pipeline, or give cut = x.detach().requires_grad_(), "
             "and after the step call x.backward(cut.grad) where cut.grad is not None"
         )
-
-
-def check_splits(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
-    """Refuse arguments whose microbatches do not match.
-
-    Args:
-        whole: the rows of each, and how they are split: `ROWS`, `NAMED` or `RULE`.
-
-    Raises:
-        ValueError: if an input without a rule does not have the batch's rows, or if rows are not in the same proportion
-            in every microbatch.
-    """
-    if num_microbatches == 1:
-        return
-    rows = {name: found for name, (found, _) in whole.items()}
-    batch = [name for way in (ROWS, NAMED) for name, found in whole.items() if found[1] == way and rows[name] != 1]
-    shared = [name for name, found in whole.items() if found[1] == NAMED and rows[name] == 1]
-    if shared and not batch and RULE not in (way for _, way in whole.values()):
-        raise ValueError(
-            f"{shared[0]} has 1 row but num_microbatches = {num_microbatches}: give at least one row per microbatch, "
-            "or fewer microbatches"
-        )
-    for name in batch:
-        if rows[name] != rows[batch[0]]:
-            raise ValueError(
-                f"{name} has {rows[name]} rows (dimension 0) but {batch[0]} has {rows[batch[0]]}: give as many, "
-                f"or a rule for {name} in split=: 'replicate' to share it between all microbatches, a dimension, or a "
-                "function"
-            )
-    cut = [name for name, found in whole.items() if name in batch or found[1] == RULE]
-    first = batch[0] if batch else next(iter(cut), "")
-    for name in cut:
-        if rows[name] == rows[first]:
-            continue
-        own, others = (list(rows_of_split(count, num_microbatches)) for count in (rows[name], rows[first]))
-        if any(mine * rows[first] != rows[name] * other for mine, other in zip(own, others, strict=True)):
-            raise ValueError(
-                f"{name} has {rows[name]} rows but {first} has {rows[first]}: microbatches of {own} rows do "
-                f"not match microbatches of {others} rows; give batches of the same length, lists of microbatches, or "
-                "split= with another dimension or 'replicate' for an input that is not a batch"
-            )
-
-
-def check_given(given: Sequence[Mapping[str, list[bool]]]) -> None:
-    """Refuse a keyword argument that some stages get and others do not (`Inputs.given` of every rank)."""
-    for name in sorted({name for own in given for name in own}):
-        found = {rank: own[name] for rank, own in enumerate(given) if name in own}
-        if len(set(map(tuple, found.values()))) > 1:
-            without = [rank for rank, values in found.items() if not all(values)]
-            others = [rank for rank in found if rank not in without]
-            where = f"but not on ranks {others}" if others else "for different microbatches"
-            raise ValueError(
-                f"{name} is None on ranks {without} {where}; stages on all of these ranks take it, so pass the same "
-                "value on each"
-            )
 
 
 def stage_works(

@@ -41,20 +41,16 @@ from fastpipe.runtime.coordination import (
     Reply,
     exchange_or_refuse,
     prepare_together,
-    sharing_batch,
 )
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
-from fastpipe.runtime.model import RestOfModel, StageCopies, Unfilled, check_changes, flags_of
+from fastpipe.runtime.model import RestOfModel, StageCopies, Unfilled, flags_of
 from fastpipe.runtime.stage import IN_TURNS, NoLoss, RandomNumbers, RngUsage, Stage, StageWork, warn_of_whole_weights
+from fastpipe.runtime.step.agreement import batch_digests, call_text, check_calls, check_replies
 from fastpipe.runtime.step.audit import Audit
 from fastpipe.runtime.step.inputs import (
     BatchArguments,
     Inputs,
     Request,
-    batch_digests,
-    check_batches,
-    check_given,
-    check_splits,
     signature_of,
     stage_works,
     take_inputs,
@@ -251,7 +247,7 @@ class Steps:
         """Take the inputs on every process; if one fails, all raise."""
         errors: list[BaseException] = []
         inputs = Inputs()
-        message: Reply = {"call": self._part_of + _call_text(request) + self.random.call_text(self.audit is not None)}
+        message: Reply = {"call": self._part_of + call_text(request) + self.random.call_text(self.audit is not None)}
         try:
             message["changes"] = self.copies.prepare()
             self.rest.check_unhooked()
@@ -280,7 +276,7 @@ class Steps:
         message["kwargs"] = inputs.given()
         replies = self._agree(message, errors, "refused its input")
         with self._published(ValueError):
-            self._check_replies(request, replies)
+            check_replies(request, replies, self.control.pipeline)
         with self._published():
             if self.ranks.pairs.way == IN_TURNS:
                 usages = [RngUsage(*reply["random"]) for reply in replies.everywhere]
@@ -328,7 +324,7 @@ class Steps:
             with self._published():
                 replies, refused = exchange_or_refuse(partial(self.control.exchange, "start"), message, failure)
             # first: an error may be the consequence, as of a collective within the mesh whose peer made another call
-            self._check_calls(replies)
+            check_calls(replies)
             if errors:
                 raise errors[0]
         finally:
@@ -336,76 +332,6 @@ class Steps:
         if refused is not None:
             raise refused.error(refusal)
         return replies
-
-    def _check_calls(self, replies: Replies) -> None:
-        calls = [reply["call"] for reply in replies]
-        if len(set(calls)) > 1:
-            each = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
-            raise ValueError(f"the ranks do not make the same call: {each}")
-        for reply in replies.elsewhere:
-            if reply["call"] != calls[0]:
-                raise ValueError(
-                    f"the pipelines of the mesh do not make the same call, and their stages share collectives: here "
-                    f"{calls[0]}; at {reply['pipeline']}: {reply['call']}"
-                )
-
-    def _check_replies(self, request: Request, replies: Replies) -> None:
-        """Refuse inputs that do not fit together. All pipelines of a mesh refuse those of one: their stages meet."""
-        pipelines: dict[str, list[Reply]] = {self.control.pipeline: [*replies]}
-        for reply in replies.elsewhere:
-            pipelines.setdefault(reply["pipeline"], []).append(reply)
-        for own in pipelines.values():
-            self._check_pipeline(request, own)
-        batches: dict[str, dict[str, Any]] = {}
-        for pipeline, own in pipelines.items():
-            place = f" at {pipeline}" if pipeline != self.control.pipeline else ""
-            found = {f"{rank}{place}": reply.get("batch", {}) for rank, reply in enumerate(own)}
-            batches.setdefault(sharing_batch(pipeline), {}).update(found)
-        for same in batches.values():
-            check_batches(same)
-        self._check_peers(replies)
-
-    def _check_peers(self, replies: Replies) -> None:
-        """Refuse steps in which the same rank of several pipelines of a mesh would run other collectives."""
-        for number, theirs in enumerate(replies.elsewhere):
-            rank = number % len(replies)
-            own, other, pipeline = replies[rank]["modes"], theirs["modes"], theirs["pipeline"]
-            place = f"on rank {rank} of this pipeline and of that at {pipeline}, whose stages share collectives"
-            if own["autocast"] != other["autocast"]:
-                raise ValueError(
-                    f"autocast is {own['autocast']} here and {other['autocast']} there, {place}: enter the same "
-                    "on every rank"
-                )
-            if sharing_batch(pipeline) != sharing_batch(self.control.pipeline):
-                continue
-            if own["flags"][0] == other["flags"][0] and own["flags"] != other["flags"]:
-                raise ValueError(
-                    f"the modules' training or the parameters' requires_grad differ {place}: call train(), eval() and "
-                    "requires_grad_() alike on both"
-                )
-            if replies[rank]["divisors"] != theirs["divisors"]:
-                raise ValueError(
-                    f"loss_reduction gives other weights {place}: pass the same function on every rank, of the target "
-                    "alone"
-                )
-
-    def _check_pipeline(self, request: Request, replies: Sequence[Reply]) -> None:
-        whole = {name: rows for reply in replies for name, rows in reply["whole"].items()}
-        check_splits(whole, request.num_microbatches)
-        taken = {name for reply in replies for name in reply["kwargs"]}
-        for name in request.kwargs:
-            if name not in taken:
-                raise ValueError(
-                    f"{name}: no stage's forward takes this keyword argument; leave it out (values for loss_fn are "
-                    "part of target=)"
-                )
-        check_given([reply["kwargs"] for reply in replies])
-        for name in set.intersection(*(set(reply["unknown"]) for reply in replies)):
-            raise ValueError(
-                f"split[{name!r}]: no stage's forward has a parameter of this name; use one that it has, the "
-                "position of an input, 'target' or 'output_grad'"
-            )
-        check_changes([reply["changes"] for reply in replies])
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
         """Everything that may change a shape, a dtype or a gradient flag between stages."""
@@ -779,15 +705,6 @@ def _unblock(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport
 
 def _have_failed(replies: Sequence[Reply]) -> bool:
     return any("failure" in reply for reply in replies)
-
-
-def _call_text(request: Request) -> str:
-    """Text that must be the same on every rank."""
-    names = ", ".join(["", *sorted(request.kwargs)])
-    call = "step" if request.training else "eval_step, or a step without a loss,"
-    more = (", gather_outputs" if request.gathers_outputs else "") + ("" if request.reduces else ", under no_sync")
-    more += "" if request.index is None else f", index={request.index}"
-    return f"{call} with num_microbatches={request.num_microbatches}{names}{more}"
 
 
 def _forward_only(request: Request, inputs: Inputs) -> Request:
