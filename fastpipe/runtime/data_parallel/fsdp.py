@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe.runtime.common import Failure, FailureError, cause_text, listed, parameters_of, torch_private, walked
-from fastpipe.runtime.data_parallel.interface import DataParallel, raised_by_collective, wait_for
+from fastpipe.runtime.data_parallel.interface import DataParallel, raised_by_collective
 
 _MODES = "eval_step", "step within no_sync", "step"
 """What a replica may have been called for, by the number that it announces."""
@@ -161,19 +161,12 @@ class Sharded(DataParallel):
             if processes not in self.broken:
                 group.unshard(async_op=True)
                 if self.device.type == "cpu":
-                    torch_private.keep_future_of_gather(group, partial(self._await, processes))
+                    torch_private.keep_future_of_gather(group, partial(self._wait_for_gather, processes))
         for group in self.lost():
             raise RuntimeError(self.broken[group])
 
-    def _await(self, group: Any, future: Any) -> None:
-        """Wait for a collective that other replicas may never begin."""
-        if group in self.broken and not future.done():
-            raise FailureError(Failure(None, self.broken[group], is_fatal=True))
-        try:
-            wait_for(future, time.monotonic() + self.timeout, self.why_late)
-        except FailureError as error:
-            self.lose(group, error)
-            raise
+    def _wait_for_gather(self, processes: Any, future: Any) -> None:
+        self.wait(future, time.monotonic() + self.timeout, processes)
 
     def _why_not_alike(self) -> str:
         """The error if the replicas were not called alike, empty if they were; the same in all of them.
@@ -201,7 +194,7 @@ class Sharded(DataParallel):
         for group in self.groups:
             try:
                 if group is self.groups[0]:
-                    self._await(group, announcing)
+                    self.wait(announcing, time.monotonic() + self.timeout, group)
                 elif group not in self.broken:
                     dist.all_reduce(self._announced, group=group)
             except RuntimeError as error:  # sums without this replica; it does not reduce in that group

@@ -130,9 +130,11 @@ class DataParallel(ABC):
             FailureError: a fatal one, if it is late or fails; the group is broken then.
         """
         try:
-            return wait_for(future, deadline, self.why_late)
+            # replicas of a broken group may never begin it
+            return wait_for(future, time.monotonic() if group in self.broken else deadline, self.why_late)
         except RuntimeError as error:
-            self.lose(group, error)
+            if group not in self.broken:
+                self.lose(group, error)
             raise FailureError(Failure(None, self.broken[group], is_fatal=True)) from error
 
     def processes(self) -> list[int]:
