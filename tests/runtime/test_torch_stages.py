@@ -118,6 +118,33 @@ def test_a_weight_under_several_names_stays_one(order: tuple[str, ...]) -> None:
         )
 
 
+class Unused(nn.Module):
+    """Has a layer that only its other mode uses."""
+
+    uses = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.other = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        pipe_split()
+        return self.other(self.last(x)) if self.uses else self.last(x)
+
+
+def test_a_layer_that_the_trace_does_not_use_is_no_difference() -> None:
+    torch.manual_seed(0)
+    model = Unused()
+    (x, _), y = batch()
+    pipe = Pipeline(traced(copy.deepcopy(model), x[:2]), "1f1b", COUNT, squared, num_ranks=2)
+    parity = check_parity(pipe, model, (x, y))
+    assert parity.ok and parity.num_compared == 4, parity
+    model.uses = True
+    missing = {d.name for d in check_parity(pipe, model, (x, y)).differences if d.note == "not in the pipeline"}
+    assert missing == {"other.weight", "other.bias"}
+
+
 class Several(nn.Module):
     """Returns a value twice, one of an earlier stage, and None; a shape is a number in its graph."""
 
