@@ -184,8 +184,7 @@ def _compare(
         raise ValueError(
             f"model: in {'training' if model.training != same else 'evaluation'}, its layers in sequence do not return "
             f"the model's output ({type(model).__name__}); make what its forward does between them, such as dropout, a "
-            "module, or set its probability to 0, let blocks find the mode themselves, or pass the model's layers as a "
-            "list"
+            f"module, or set its probability to 0, let blocks find the mode themselves, or {instead(model)}"
         )
 
 
