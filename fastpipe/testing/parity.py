@@ -240,8 +240,7 @@ def check_parity(
 
     Raises:
         TypeError: if ``pipe`` is not a pipeline or ``model`` not a model.
-        ValueError: if no rank has the model, if its number of parameters differs from the pipeline's, or without a
-            loss.
+        ValueError: if no rank has the model, if it lacks parameters of the pipeline, or without a loss.
         StepError: if another rank could not take part.
     """
     if not hasattr(pipe, "step"):
@@ -319,6 +318,9 @@ def _check(
         found += compared("norm", "", None, norm, expected_norm)
         for (stage, name), grad in {**gradients, **sent}.items():
             found += compared("gradient", name, stage, grad, grads[stage, name])
+        known = set(map(id, parameters.values()))
+        others = [name for name, p in model.named_parameters() if id(p) not in known and p.grad is not None]
+        found += [Difference("gradient", name, note="not in the pipeline") for name in others]
         return {
             "differences": [asdict(difference) for difference in found],
             "expected": [float(reference.loss), float(expected_norm)],
@@ -367,19 +369,22 @@ def _gather_gradients(pipe: Pipeline, mine: Gradients, replies: Sequence[Reply])
 
 
 def _parameters_by_key(model: nn.Module, names: Sequence[Key]) -> dict[Key, nn.Parameter]:
-    """The model's parameters by the pipeline's names; matched by name (stage number optional), or by order."""
+    """The model's parameters by the pipeline's names; matched by name (stage number optional), or by order.
+
+    A traced model lacks those that the forward does not use.
+    """
     own = dict(model.named_parameters())
     # by any of its names: if the model's last module comes first, its own is not the first stage's
     named = dict(model.named_parameters(remove_duplicate=False))
+    for candidates in ([name for _, name in names], [name.partition(".")[2] for _, name in names]):
+        found = [named[name] for name in candidates if name in named]
+        if len(found) == len({id(p) for p in found}) == len(names):
+            return dict(zip(names, found, strict=True))
     if len(own) != len(names):
         raise ValueError(
             f"model has {len(own)} parameters but the pipeline has {len(names)}: give the model that the pipeline's "
             "stages are cut from"
         )
-    for candidates in ([name for _, name in names], [name.partition(".")[2] for _, name in names]):
-        found = [named[name] for name in candidates if name in named]
-        if len(found) == len({id(p) for p in found}) == len(names):
-            return dict(zip(names, found, strict=True))
     return dict(zip(names, own.values(), strict=True))
 
 

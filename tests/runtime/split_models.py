@@ -179,6 +179,14 @@ class Strided(nn.Module):
         return self.plain(torch.tanh(self.mixing(x.transpose(1, 2)))).transpose(1, 2) + x
 
 
+class Channels(WithLinear):
+    """Takes a contiguous input of four dimensions, and gets a gradient whose channels come first, as in ConvNeXt."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x.repeat(1, 4, 1).unflatten(1, (4, 5))).permute(0, 3, 1, 2)
+        return x + torch.tanh(y.contiguous()).mean(2).transpose(1, 2)
+
+
 class Own(torch.autograd.Function):
     """A recompute of somebody's own, which asks its graph for the gradients one by one."""
 
@@ -298,6 +306,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen": Frozen,
     "made": Made,
     "strided": Strided,
+    "channels": Channels,
     "cut": Cut,
     "slopes": Slopes,
     "own_function": OwnFunction,

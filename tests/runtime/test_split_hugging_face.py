@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
 
 import fastpipe
 from fastpipe.runtime.model.hugging_face import SUPPORTED
@@ -263,7 +264,7 @@ def test_what_cannot_be_split_is_refused() -> None:
         ValueError, match="does not run albert.encoder.albert_layer_groups once.*trace.* layers as a list"
     ):
         fastpipe.split(albert, ids)
-    with pytest.raises(ValueError, match="LlamaModel: .*ForCausalLM, .*has the head"):
+    with pytest.raises(ValueError, match="LlamaModel: .*ForCausalLM, .*has no head, give the one that has"):
         fastpipe.split(decoder("llama").model)
     t5 = transformers.AutoConfig.for_model("t5", vocab_size=8, d_model=8, d_kv=2, d_ff=8, num_layers=1, num_heads=2)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration: .* layers as a list"):
@@ -288,12 +289,55 @@ def test_what_cannot_be_split_is_refused() -> None:
         fastpipe.split(decoder("gpt2", add_cross_attention=True))
 
 
+TRACED: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("Seq2SeqLM", {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}),
+    "bart": ("Seq2SeqLM", {}),
+    "bert": ("QuestionAnswering", {}),
+    "mpnet": ("MaskedLM", {}),
+}
+
+
+@pytest.mark.parametrize("kind", TRACED)
+def test_what_is_refused_is_traced_as_the_error_says(kind: str) -> None:
+    """Encoder-decoders, models whose output has no logits, and blocks that share the weights of a bias."""
+    task, own = TRACED[kind]
+    torch.manual_seed(0)
+    common = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    if task == "Seq2SeqLM":
+        names = ("layers", "attention_heads", "ffn_dim")
+        common = {f"{half}_{name}": 4 for half in ("encoder", "decoder") for name in names} | {"d_model": 32}
+    config = transformers.AutoConfig.for_model(kind, **common | own, vocab_size=VOCABULARY, pad_token_id=1)
+    config.dropout = config.dropout_rate = config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    config.use_cache = False
+    model = getattr(transformers, f"AutoModelFor{task}").from_config(config).train()
+    ids, mask, labels = padded_batch(8)
+    batch = {"input_ids": ids.clamp(min=2), "attention_mask": mask}
+    if task == "Seq2SeqLM":
+        batch["decoder_input_ids"] = ids.clamp(min=2)
+    microbatch = {name: value[:2] for name, value in batch.items()}
+    with pytest.raises(
+        ValueError, match=r"pipeline\(model, \(\), microbatch, split_spec=\{'.*: SplitPoint.BEGINNING"
+    ) as error:
+        fastpipe.split(model, **microbatch)
+    given = re.search(r"pipeline\(.*\}\)", str(error.value))
+    assert given is not None
+    names = {"pipeline": pipeline, "SplitPoint": SplitPoint, "model": copy.deepcopy(model), "microbatch": microbatch}
+
+    def loss_fn(outputs: Any, _: torch.Tensor) -> torch.Tensor:
+        logits = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+        return (logits**2).mean()
+
+    pipe = fastpipe.Pipeline(eval(given[0], names), "zbv", 4, loss_fn, num_ranks=1)
+    parity = fastpipe.check_parity(pipe, model, ((), labels), kwargs=batch)
+    assert parity.ok and parity.num_compared == len(list(model.parameters())), parity
+
+
 def test_a_forward_with_dropout_of_its_own_is_refused_until_it_is_0() -> None:
     """BART's forward calls a function: every stage would draw for it, and then others for its blocks."""
     own = {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 32, "decoder_attention_heads": 4, "use_cache": False}
     config = transformers.AutoConfig.for_model("bart", vocab_size=VOCABULARY, is_encoder_decoder=False, **own)
     ids = padded_batch(2)[0]
-    with pytest.raises(ValueError, match="in training, its layers .*dropout.* set its probability to 0"):
+    with pytest.raises(ValueError, match="in training, its layers .*dropout.* set its probability to 0.*trace it"):
         fastpipe.split(transformers.BartForCausalLM(config), ids)
     config.dropout = 0.0
     assert len(fastpipe.split(transformers.BartForCausalLM(config), ids)) == 4

@@ -1,6 +1,7 @@
 """Models that torch.distributed.pipelining traced, as they are: against the model that was traced."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -77,6 +78,71 @@ def test_a_weight_of_two_traced_stages_is_tied(executor: str) -> None:
         d.relative < 1e-5 for d in parity.differences
     )
     assert parity.ok or "has one name in the model" in str(parity)
+
+
+class Renamed(nn.Module):
+    """One weight under three names: the first stage reads two of them, the last stage one."""
+
+    def __init__(self, order: tuple[str, ...]) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
+        for name in order:
+            self.add_module(name, nn.Linear(WIDTH, WIDTH))
+            self.get_submodule(name).weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.early(self.first(x).tanh()).tanh()
+        pipe_split()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["first", "early", "last"])))
+def test_a_weight_under_several_names_stays_one(order: tuple[str, ...]) -> None:
+    """Of those names torch copies the first in each stage, also one that the stage never reads."""
+    torch.manual_seed(0)
+    model = Renamed(order)
+    (x, _), y = batch()
+    pipe = Pipeline(traced(copy.deepcopy(model), x[:2]), "1f1b", COUNT, squared, num_ranks=2)
+    assert len(list(pipe.parameters())) == len(list(model.parameters())) == 4
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for _ in range(2):
+        parity = check_parity(pipe, model, (x, y))
+        assert parity.ok, parity
+        pipe.step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.load_state_dict(pipe.state_dict())
+        assert all(
+            torch.equal(value, model.first.weight) for key, value in pipe.state_dict().items() if "weight" in key
+        )
+
+
+class Unused(nn.Module):
+    """Has a layer that only its other mode uses."""
+
+    uses = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.other = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        pipe_split()
+        return self.other(self.last(x)) if self.uses else self.last(x)
+
+
+def test_a_layer_that_the_trace_does_not_use_is_no_difference() -> None:
+    torch.manual_seed(0)
+    model = Unused()
+    (x, _), y = batch()
+    pipe = Pipeline(traced(copy.deepcopy(model), x[:2]), "1f1b", COUNT, squared, num_ranks=2)
+    parity = check_parity(pipe, model, (x, y))
+    assert parity.ok and parity.num_compared == 4, parity
+    model.uses = True
+    missing = {d.name for d in check_parity(pipe, model, (x, y)).differences if d.note == "not in the pipeline"}
+    assert missing == {"other.weight", "other.bias"}
 
 
 class Several(nn.Module):

@@ -336,7 +336,8 @@ def from_torch(
     """
     if is_traced(stages):
         _check_num_stages(stages.num_stages, num_stages, "the traced model")
-        return _traced(stages), [*(tied or ()), *_shared_names(stages)] or None
+        traced, shared = _traced(stages)
+        return traced, [*(tied or ()), *shared] or None
     listed = torch_stages(stages)
     if not listed:
         return stages, tied
@@ -355,7 +356,10 @@ def from_torch(
             )
         info = getattr(stage, "pipe_info", None)
         module: nn.Module = stage.submod  # type: ignore[attr-defined]
-        found[index] = module if info is None else TracedStage(module, info.graph, index, whole_names=False)
+        if info is not None:
+            _mend_weights(module)
+            module = TracedStage(module, info.graph, index, whole_names=False)
+        found[index] = module
     return found, tied
 
 
@@ -367,19 +371,56 @@ def _check_num_stages(there: int, num_stages: int, what: str) -> None:
         )
 
 
-def _traced(pipe: Any) -> dict[int, nn.Module]:
-    """The stages of a traced model. Parameters keep their names unless these repeat between stages."""
+def _traced(pipe: Any) -> tuple[dict[int, nn.Module], list[list[str]]]:
+    """The stages of a traced model, and the names of every weight that several of them read.
+
+    Parameters keep their names unless these repeat between stages.
+    """
     modules = [pipe.get_stage_module(index) for index in range(pipe.num_stages)]
+    shared: dict[int, list[str]] = {}
+    for index, module in enumerate(modules):
+        for value, name in _mend_weights(module).items():
+            shared.setdefault(value, []).append(f"{index}.{name}")
     names = [name for module in modules for name in module.state_dict()]
     whole_names = len(names) == len(set(names))
     graph = pipe.split_gm.graph
-    return {i: TracedStage(m, graph, i, whole_names=whole_names) for i, m in enumerate(modules)}
+    stages: dict[int, nn.Module] = {i: TracedStage(m, graph, i, whole_names=whole_names) for i, m in enumerate(modules)}
+    return stages, [users for users in shared.values() if len(users) > 1]
 
 
-def _shared_names(pipe: Any) -> list[list[str]]:
-    """The names of every weight that several stages of a traced model use; torch has copied it for each of them."""
-    index = {f"submod_pp_{i}": i for i in range(pipe.num_stages)}
-    return [[f"{index[module]}.{name}" for module, name in users.items()] for users in pipe.replicated_params]
+def _mend_weights(module: nn.Module) -> dict[int, str]:
+    """Give a traced stage one Parameter for each weight that it reads, and no other; return their names.
+
+    Torch copies a weight of several stages under one of its names in each stage. Under its other names the stage keeps
+    the original: it may read that, as a second weight, or never read it.
+
+    Returns:
+        The first name of every weight, by the identity of its value in the trace.
+    """
+    names: dict[int, str] = {}
+    weights: dict[int, nn.Parameter] = {}
+    read = set()
+    for path, part in module.named_modules():
+        graph = getattr(part, "graph", None)
+        for node in graph.nodes if isinstance(graph, fx.Graph) else ():
+            if node.op != "get_attr":
+                continue
+            inner, _, name = str(node.target).rpartition(".")
+            holder = part.get_submodule(inner)
+            read.add((holder, name))
+            weight = parameters_of(holder).get(name)
+            if weight is not None:
+                value = id(node.meta["val"])
+                names.setdefault(value, f"{path}.{node.target}" if path else str(node.target))
+                setattr(holder, name, weights.setdefault(value, weight))
+    for part in module.modules():
+        for name, _ in [
+            *part.named_parameters(recurse=False, remove_duplicate=False),
+            *part.named_buffers(recurse=False),
+        ]:
+            if (part, name) not in read:
+                delattr(part, name)
+    return names
 
 
 class TracedStage(WholeNames):

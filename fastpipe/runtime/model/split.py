@@ -31,7 +31,7 @@ from fastpipe.runtime.model.chain import (
     shallow,
 )
 from fastpipe.runtime.model.cuts import restored
-from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, is_hugging_face, no_cache
+from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, instead, is_hugging_face, no_cache
 
 logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
@@ -117,7 +117,7 @@ def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwarg
     row, expected = _run_restored(model, lambda: row_of_modules(model, blocks, example, kwargs))
     layers = SplitLayers(partial(RowStage, model, row), len(row) + 1)
     _check_complete(model, layers)
-    whole, sequence = partial(model, *example, **kwargs), partial(_run_layers, layers, example, kwargs)
+    whole, sequence = partial(model, *example, **kwargs), partial(_run_layers, model, layers, example, kwargs)
     _compare(model, layers, whole, sequence, expected)
     return layers
 
@@ -131,15 +131,15 @@ def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) 
     def whole(named: dict[str, Any] = given) -> torch.Tensor:
         logits = getattr(model(**named | no_cache(model)), "logits", None)
         if not isinstance(logits, torch.Tensor):
-            raise ValueError(f"model: {type(model).__name__} returns no logits; {INSTEAD}")
+            raise ValueError(f"model: {type(model).__name__} returns no logits; {instead(model)}")
         return logits
 
     layers = HuggingFaceLayers(model, given, lambda: _run_restored(model, whole))
     _check_complete(model, layers)
-    _compare(model, layers, whole, partial(_run_layers, layers, (), given), _run_restored(model, whole))
+    _compare(model, layers, whole, partial(_run_layers, model, layers, (), given), _run_restored(model, whole))
     padded = _padded(model, given)
     if padded is not None and not _equal_in_mode(
-        model.training, model, layers, partial(whole, padded), partial(_run_layers, layers, (), padded)
+        model.training, model, layers, partial(whole, padded), partial(_run_layers, model, layers, (), padded)
     ):
         raise ValueError(
             f"model: {type(model).__name__} finds padding by the token ids, which only its first stage has; give "
@@ -178,14 +178,13 @@ def _compare(
     same_in_other_mode = _equal_in_mode(not model.training, model, layers, whole, sequence)
     if not (same or same_in_other_mode):
         raise ValueError(
-            f"model: its layers in sequence do not return the model's output ({type(model).__name__}); {INSTEAD}"
+            f"model: its layers in sequence do not return the model's output ({type(model).__name__}); {instead(model)}"
         )
     if not (same and same_in_other_mode):
         raise ValueError(
             f"model: in {'training' if model.training != same else 'evaluation'}, its layers in sequence do not return "
             f"the model's output ({type(model).__name__}); make what its forward does between them, such as dropout, a "
-            "module, or set its probability to 0, let blocks find the mode themselves, or pass the model's layers as a "
-            "list"
+            f"module, or set its probability to 0, let blocks find the mode themselves, or {instead(model)}"
         )
 
 
@@ -212,7 +211,7 @@ def _equal_in_mode(
             module.training = mode
 
 
-def _run_layers(layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_layers(model: nn.Module, layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         value = layers[0](*example, **kwargs)
         for layer in layers[1:]:
@@ -220,7 +219,7 @@ def _run_layers(layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]
     except Exception as error:  # raised again with an explanation
         raise ValueError(
             f"model: its layers in sequence fail where the model does not ({error}); its forward may use blocks, or "
-            f"what comes after them, before the first block: {INSTEAD}"
+            f"what comes after them, before the first block: {instead(model)}"
         ) from error
     return value
 
@@ -230,7 +229,7 @@ def _check_complete(model: nn.Module, layers: Layers) -> None:
     found = {id(parameter) for layer in layers for parameter in layer.parameters()}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
     if missing:
-        raise ValueError(f"model: no layer has {missing[0]}; {INSTEAD}")
+        raise ValueError(f"model: no layer has {missing[0]}; {instead(model)}")
 
 
 @dataclass(frozen=True)
