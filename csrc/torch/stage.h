@@ -28,7 +28,8 @@ class ActionContext final : public ThreadNote::Noted {
   // Of one stage in one step.
   struct Step {
     std::int64_t number = 0;
-    // The microbatches of the stage's last F, last B or I, and last W; fastpipe/runtime/stage/context.py finds them.
+    // The microbatches of the stage's last F, last B or I, and last B or W: `last_microbatches` in
+    // fastpipe/runtime/stage/context.py.
     std::array<std::int32_t, 3> last{};
   };
 

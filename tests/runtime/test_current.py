@@ -163,7 +163,31 @@ def test_contexts_are_around_every_action(schedule: str, executor: str) -> None:
         assert same_bits(parameter.grad, other.grad)
     assert keys(log.of("enter")) == keys(log.of("exit")) == actions(pipe.schedule)
     weights = {(c.stage, c.microbatch) for c in log.of("enter") if c.action == "W" and c.is_last_microbatch}
-    assert weights == lasts(pipe.schedule, ActionKind.W.name)
+    split = {(stage, i) for kind, stage, i in actions(pipe.schedule) if kind == ActionKind.W.name}
+    assert weights == lasts(pipe.schedule, "BW") & split
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "dualpipe"])
+def test_an_optimizer_steps_in_the_backward_of_the_last_microbatch(schedule: str, executor: str) -> None:
+    log, (x, target) = Log(), batch()
+    pipe, plain = (build(schedule, executor, log) for _ in range(2))
+    optimizers = {p: torch.optim.AdamW([p], lr=0.1) for p in pipe.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        at = fastpipe.current()
+        assert at is not None
+        if at.is_last_microbatch:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+    for parameter in pipe.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        assert same_bits(pipe.step(x, target=target).loss, plain.step(x, target=target).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(same_bits(*pair) for pair in zip(pipe.parameters(), plain.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])

@@ -639,7 +639,22 @@ def test_other_inputs_are_those_of_the_example() -> None:
     torch.testing.assert_close(found, model.eval()(ids, token_type_ids=kinds).logits)
 
 
+def of_peft(name: str, *bases: type[nn.Module], **methods: Any) -> type[nn.Module]:
+    return type(name, bases or (nn.Module,), {"__module__": "peft.peft_model", **methods})
+
+
 def test_a_wrapper_of_peft_is_refused_with_what_is_in_it() -> None:
-    kind = type("PeftModelForCausalLM", (nn.Module,), {"__module__": "peft.peft_model"})
-    with pytest.raises(ValueError, match="PeftModelForCausalLM .* peft_model.base_model.model"):
-        fastpipe.split(kind())
+    tuner = of_peft("BaseTuner", forward=lambda self, x: self.model(x))
+    kinds = [of_peft("LoraModel", tuner), of_peft("AdaLoraModel", tuner, forward=nn.Identity.forward), nn.Linear]
+    reasons = [
+        "PeftModel of peft: give the model in it, peft_model.base_model.model",
+        "PeftModel of peft, and the forward of AdaLoraModel does more .* use an adapter without a forward of its own",
+        "PeftModel of peft whose adapter is no part of the model's layers, .* use an adapter within layers",
+    ]
+    for kind, reason in zip(kinds, reasons, strict=True):
+        wrapper = of_peft("PeftModel")()
+        wrapper.base_model = kind(4, 4) if kind is nn.Linear else kind()
+        with pytest.raises(ValueError, match=reason):
+            fastpipe.split(wrapper)
+    with pytest.raises(ValueError, match="LoraModel of peft: give the model in it"):
+        fastpipe.split(kinds[0]())

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -74,11 +74,8 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
     if not isinstance(model, nn.Module | Sequence):
         raise TypeError(f"model is a {type(model).__name__}: give an nn.Module, or the list of its layers")
     check_whole_unhooked(model)
-    if any(kind.__module__.startswith("peft.") for kind in type(model).__mro__):
-        raise ValueError(
-            f"model is a {type(model).__name__} of peft: give the model in it, peft_model.base_model.model, which "
-            "has the adapters in its layers (its keys are those of peft_model without 'base_model.model.')"
-        )
+    if isinstance(model, nn.Module) and _is_of_peft(model):
+        _refuse_peft(model)
     if (example or kwargs) and isinstance(model, nn.Module) and on_meta([model]):
         raise ValueError(
             f"model is a {type(model).__name__} on the meta device, and the example is run on it: pass its layers "
@@ -93,6 +90,31 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
     layers = (_hugging_face if is_hugging_face(model) else _row)(model, example, kwargs)
     layers.whole = model
     return layers
+
+
+def _is_of_peft(model: Any) -> bool:
+    return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
+
+
+def _refuse_peft(model: nn.Module) -> NoReturn:
+    """Name the model within, unless its layers are not all that the adapter does."""
+    name, adapter = type(model).__name__, children_of(model).get("base_model", model)
+    if not _is_of_peft(adapter):
+        raise ValueError(
+            f"model is a {name} of peft whose adapter is no part of the model's layers, but makes inputs of the model "
+            "(prompts or prefixes), which split cannot keep: use an adapter within layers, such as LoRA"
+        )
+    kind = next(kind for kind in type(adapter).__mro__ if "forward" in vars(kind))
+    if kind.__name__ not in ("BaseTuner", "Module"):
+        raise ValueError(
+            f"model is a {name} of peft, and the forward of {kind.__name__} does more than call the model (it may add "
+            "a loss), which split cannot keep: use an adapter without a forward of its own, such as LoRA, or give the "
+            "model in it, peft_model.base_model.model, to train without that"
+        )
+    raise ValueError(
+        f"model is a {name} of peft: give the model in it, peft_model.base_model.model, which has the adapters in its "
+        "layers (its keys are those of peft_model without 'base_model.model.')"
+    )
 
 
 def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitLayers:

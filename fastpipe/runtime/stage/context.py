@@ -26,7 +26,8 @@ class Current(NamedTuple):
         stage: index of the stage.
         microbatch: index of the microbatch.
         action: ``"F"``, ``"B"``, ``"I"`` or ``"W"``.
-        is_last_microbatch: whether it is the last of its stage and kind in the step on this rank; B and I are one kind.
+        is_last_microbatch: whether it is the last of its stage and kind in the step on this rank: of B and I, or of B
+            and W if it is a W.
         training: whether the step has a backward.
     """
 
@@ -73,7 +74,7 @@ class ActionContext:
     """The current action of one stage on one rank, and the user's contexts around F and around B, I and W.
 
     Attributes:
-        last: the microbatches of its last F, its last B or I, and its last W.
+        last: the microbatches of its last F, its last B or I, and its last B or W; see `last_microbatches`.
     """
 
     def __init__(
@@ -138,14 +139,17 @@ def _entered(around: ContextFactory | None) -> AbstractContextManager[Any]:
 
 
 def last_microbatches(columns: Columns, stage: int) -> tuple[int, int, int]:
-    """Microbatches of a stage's last F, last B or I, and last W in one rank's program; -1 for none."""
+    """Microbatches of a stage's last F, last B or I, and last B or W in one rank's program; -1 for none."""
     ops, stages, microbatches, pair_stages, pair_microbatches = columns[:5]
     pairs = ops == Op.OVERLAP_F_B
     own, paired = stages == stage, pairs & (pair_stages == stage)
-    forwards = own & ((ops == Op.F) | pairs)
-    backwards = (own & ((ops == Op.B) | (ops == Op.I))) | paired
+    forwards, whole = own & ((ops == Op.F) | pairs), (own & (ops == Op.B)) | paired
     of_backwards = np.where(paired, pair_microbatches, microbatches)
-    return _last(forwards, microbatches), _last(backwards, of_backwards), _last(own & (ops == Op.W), microbatches)
+    return (
+        _last(forwards, microbatches),
+        _last(whole | (own & (ops == Op.I)), of_backwards),
+        _last(whole | (own & (ops == Op.W)), of_backwards),
+    )
 
 
 def _last(which: Any, microbatches: Any) -> int:
