@@ -47,8 +47,8 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 [[noreturn]] void fail(const std::string& what) {
   const int number = errno;
-  throw Error("shared memory: " + what + " failed (" + std::strerror(number) +
-              "); free memory or descriptors (ulimit -n), or use transport='process_group'");
+  throw OutOfMemory("shared memory: " + what + " failed (" + std::strerror(number) +
+                    "); free memory or descriptors (ulimit -n), or use transport='process_group'");
 }
 
 void require(bool holds, const std::string& path, const char* what) {

@@ -90,6 +90,12 @@ class SharedMemoryDescriptor final {
   int number_ = -1;
 };
 
+// This process cannot get or map memory, or has no descriptor for it.
+class OutOfMemory final : public Error {
+ public:
+  using Error::Error;
+};
+
 // Memory that processes map. It has no name: nobody can guess it, and nothing is left behind when all that map it are
 // gone, however they went. Others open it through /proc, by the process that made it and its descriptor there.
 class SharedMemorySegment final {

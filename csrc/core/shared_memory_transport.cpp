@@ -389,7 +389,8 @@ void SharedMemoryTransport::receive_next(std::int32_t channel) {
   try {
     deliver(receive, inbox.take());
   } catch (const std::exception& error) {
-    abort_peer(inbox.peer().rank(), position, error.what());
+    drop_peer(inbox.peer().rank(), error.what());
+    refuse_message(inbox.peer(), position, error);
   }
   receive.state = Receive::State::kArrived;
 }
@@ -400,9 +401,8 @@ bool SharedMemoryTransport::arrived(SharedMemoryInbox& inbox, std::size_t positi
   try {
     return inbox.arrived();
   } catch (const std::exception& error) {
-    const std::int32_t peer = inbox.peer().rank();
-    dropped_.emplace_back(peer, error.what());
-    BrokenPeers::refuse(peer, program_.place(position), error.what());
+    dropped_.emplace_back(inbox.peer().rank(), error.what());
+    refuse_message(inbox.peer(), position, error);
   }
 }
 
@@ -539,6 +539,15 @@ bool SharedMemoryTransport::spin(FunctionRef<bool()> ready) {
 void SharedMemoryTransport::abort_peer(std::int32_t peer, std::size_t position, const std::string& why) {
   drop_peer(peer, why);
   BrokenPeers::refuse(peer, program_.place(position), why);
+}
+
+void SharedMemoryTransport::refuse_message(const SharedMemoryPeer& peer, std::size_t position,
+                                           const std::exception& error) const {
+  // The memory of a process that has died cannot be opened either.
+  if (dynamic_cast<const OutOfMemory*>(&error) != nullptr && peer.alive()) {
+    throw TransportError(program_.rank(), program_.place(position) + ": " + error.what());
+  }
+  BrokenPeers::refuse(peer.rank(), program_.place(position), error.what());
 }
 
 void SharedMemoryTransport::drop_peer(std::int32_t peer, const std::string& why) {

@@ -407,6 +407,9 @@ class SharedMemoryTransport final : public Transport {
   bool spin(FunctionRef<bool()> ready);
   [[noreturn]] void abort_peer(std::int32_t peer, std::size_t position, const std::string& why);
   void drop_peer(std::int32_t peer, const std::string& why);
+  // Throws the TransportError for a message that could not be taken: without memory for it this rank has failed.
+  [[noreturn]] void refuse_message(const SharedMemoryPeer& peer, std::size_t position,
+                                   const std::exception& error) const;
   void drop_all_peers(const std::string& why);
   void check_signals();
   std::int32_t peer_of(std::int32_t channel) const { return program_.channels()[channel].peer_of(program_.rank()); }

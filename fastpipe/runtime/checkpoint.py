@@ -357,6 +357,29 @@ def _place_in(group: Any) -> tuple[int, int]:
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
+def check_processes(pipe: Pipeline, group: Any = None) -> None:
+    """Refuse to save or load with other processes than those of the pipeline: each would save a model of its own.
+
+    Raises:
+        RuntimeError: if torch's process group has been destroyed.
+        ValueError: if ``group`` lacks a process of the pipeline.
+    """
+    ranks = pipe._member.ranks
+    if len(ranks) == 1:
+        return
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "the process group has been destroyed, and the ranks of the pipeline save and load over it: call "
+            "dist.destroy_process_group() after the last checkpoint"
+        )
+    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if missing := [rank for rank, process in enumerate(ranks) if process not in members]:
+        raise ValueError(
+            f"group has processes {members}, and rank {listed(missing)} of the pipeline is none of them: give a group "
+            "of all processes of the pipeline, or None for all there are"
+        )
+
+
 @contextlib.contextmanager
 def _errors_of_dcp(call: str, group: Any) -> Iterator[None]:
     """Raise an error of DCP unchanged on the rank where it occurred, and as StepError on the others."""
@@ -410,10 +433,11 @@ def save_checkpoint(
     Raises:
         ValueError: for an optimizer of other parameters, or with state that cannot be saved; on every rank if some
             ranks give an optimizer and others none; for a path with files other than a checkpoint's; for `keep` below
-            1.
+            1; for a `group` without all processes of the pipeline.
         OSError: if the files cannot be written on this rank.
         StepError: if another rank cannot save, or exits during the save.
-        RuntimeError: if the last save in the background failed and its future was not read.
+        RuntimeError: if the last save in the background failed and its future was not read; if torch's process group
+            has been destroyed.
     """
     optimizers = as_optimizers(optimizer)
     state: dict[str, Any] = {}
@@ -423,6 +447,7 @@ def save_checkpoint(
 
     def gather() -> Reply:
         _await_pending()
+        check_processes(pipe, group)
         if keep is not None and not is_whole(keep, 1):
             raise ValueError(f"keep = {keep!r}: give a whole number of at least 1 (the new checkpoint counts), or None")
         check_target(path)
@@ -605,6 +630,7 @@ def load_checkpoint(
 
     def prepare() -> Reply:
         _await_pending()
+        check_processes(pipe, group)
         folder = locate(path)
         manifest, metadata = _checked(folder, warns=pipe.rank == 0)
         readers.append(_Reader(folder, manifest.files if manifest else {}, group))

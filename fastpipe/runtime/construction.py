@@ -142,7 +142,7 @@ def find_world(arguments: Arguments) -> World:
     try:
         return _find_world(arguments)
     except FailureError as error:
-        raise error.failure.error() from error
+        raise error.failure.error("could not build the pipeline") from error
 
 
 def _find_world(arguments: Arguments) -> World:

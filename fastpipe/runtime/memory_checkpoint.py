@@ -49,6 +49,7 @@ from fastpipe.placement import is_whole
 from fastpipe.runtime.checkpoint import (
     as_optimizers,
     check_all_optimize,
+    check_processes,
     flat_state,
     load_checkpoint,
     names_of,
@@ -123,6 +124,7 @@ class MemoryCheckpoint:
         hosts: list[str] = []
 
         def make() -> Reply:
+            check_processes(pipe)
             if not is_whole(keep, 1):
                 raise ValueError(
                     f"keep = {keep!r}: give a whole number of at least 1: on how many hosts a copy is kept"

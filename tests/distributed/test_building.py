@@ -1,7 +1,9 @@
 """A rank that is lost while pipelines are built: the others name it, whatever they wait for."""
 
 import os
+import re
 import signal
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -283,20 +285,51 @@ def test_a_store_that_does_not_answer_is_an_error_at_the_timeout(tmp_path: Path)
         assert "did not answer within 2 s" in started.results([1])[0]
 
 
-def test_who_never_starts_is_waited_for_until_the_timeout(tmp_path: Path) -> None:
-    """Torch would wait for half an hour."""
-    lines = (
-        "import os, torch",
-        "os.environ.update(RANK='1', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='1')",
-        "from fastpipe import Pipeline",
-        "try:",
-        "    Pipeline([torch.nn.Linear(2, 2)] * 2, '1f1b', 2, torch.nn.MSELoss(), timeout=2)",
-        "except Exception as error:",
-        "    print('raised', type(error).__name__)",
-    )
+_SCRIPT = """
+import os, sys, torch
+os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+os.environ.update(dict(one.split("=") for one in sys.argv[2:]))
+from fastpipe import Pipeline
+try:
+    Pipeline([torch.nn.Linear(2, 2)] * 2, "1f1b", 2, torch.nn.MSELoss(), timeout=float(sys.argv[1]))
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        (
+            "MASTER_PORT=1",
+            "StepError: rank 1 could not build .* no connection to MASTER_ADDR = '127.0.0.1', MASTER_PORT",
+        ),
+        ("MASTER_ADDR=no.such.host.invalid", "StepError: .* MASTER_ADDR = 'no.such.host.invalid', .* has no address"),
+        ("MASTER_PORT=x", "ValueError: MASTER_PORT = 'x': set it in the environment to a whole number from 0 to 65535"),
+        ("RANK=2", "ValueError: RANK = '2': set it in the environment to a whole number from 0 to 1"),
+        ("WORLD_SIZE=two", "ValueError: WORLD_SIZE = 'two': set it in the environment to a whole number of 1 or more"),
+        ("MASTER_ADDR=", "ValueError: MASTER_ADDR is not set: set it to the address of the host of rank 0"),
+    ],
+)
+def test_a_process_that_cannot_join_says_what_to_set(variables: str, says: str, tmp_path: Path) -> None:
+    """At the timeout; torch would wait for half an hour."""
     script = tmp_path / "script.py"
-    script.write_text("\n".join(lines))
-    assert "raised Dist" in scripts.run(script)
+    script.write_text(_SCRIPT)
+    common = ["RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=1"]
+    assert re.search(says, said := scripts.run(script, "2", *common, variables)), said
+
+
+def test_processes_of_different_numbers_name_each_other(tmp_path: Path) -> None:
+    """Gloo would look for the third one, and not say who wants it."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        common = ["MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free.getsockname()[1]}"]
+    own = [["RANK=0", "WORLD_SIZE=2"], ["RANK=1", "WORLD_SIZE=3"]]
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(lambda variables: scripts.run(script, str(PATIENCE), *common, *variables), own))
+    assert "rank 1 could not build the pipeline: WORLD_SIZE = 3 on rank 1 and 2 on rank 0" in said[0]
+    assert "rank 0 could not build the pipeline: WORLD_SIZE = 2 on rank 0 and 3 on rank 1" in said[1]
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext as nothing
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastpipe import Pipeline, checkpoint_folder, latest_checkpoint, load_checkpoint, save_checkpoint
+from fastpipe import MemoryCheckpoint, Pipeline, checkpoint_folder, latest_checkpoint, load_checkpoint, save_checkpoint
 from fastpipe.runtime import checkpoint
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.distributed.test_awkward_errors import ERRORS
@@ -97,6 +98,48 @@ def test_whoever_cannot_is_an_error_for_all(tmp_path: Path) -> None:
     torch.randn(3)
     load_checkpoint(folder, pipe, momentum(pipe))
     assert same_bits(torch.get_rng_state(), before)
+
+
+@on_ranks(2)
+def test_a_group_without_all_ranks_is_refused(tmp_path: Path) -> None:
+    """Each process would save its stages as if they were the model, and the last one would stay."""
+    folder, pipe = tmp_path / "a", pipeline("1f1b", None)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    says = r"group has processes \[{}\], and rank {} of the pipeline is none of them: give a group of all"
+    for asynchronous in (False, True):
+        with pytest.raises(ValueError, match=says.format(dist.get_rank(), 1 - dist.get_rank())):
+            save_checkpoint(folder, pipe, group=alone, asynchronous=asynchronous)
+    save_checkpoint(folder, pipe)
+    with pytest.raises(ValueError, match="is none of them"):
+        load_checkpoint(folder, pipe, group=alone)
+    load_checkpoint(folder, pipe)
+
+
+def save_without_a_process_group(folder: str, victims: list[int]) -> list[str]:
+    """Runs on every rank; some have ended torch's process group before."""
+    pipe = pipeline("1f1b", None)
+    save_checkpoint(f"{folder}/a", pipe)
+    dist.barrier()
+    if dist.get_rank() in victims:
+        dist.destroy_process_group()
+    calls: list[Callable[[], Any]] = [
+        lambda: save_checkpoint(f"{folder}/b", pipe),
+        lambda: load_checkpoint(f"{folder}/a", pipe),
+        lambda: MemoryCheckpoint(pipe, name="ended", folder=folder),
+    ]
+    texts = [caught(call)[1] for call in calls]
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what ran here leaves one
+    return texts
+
+
+@pytest.mark.parametrize("victims", [[1], [0, 1]])
+def test_a_process_group_that_has_ended_is_an_error_for_all(victims: list[int], tmp_path: Path) -> None:
+    with ranks(2) as started:
+        for texts in started.run(save_without_a_process_group, str(tmp_path), victims):
+            for text in texts:
+                assert "the process group has been destroyed" in text and "after the last checkpoint" in text, text
+    assert not (tmp_path / "b").exists()
 
 
 @on_ranks(2)

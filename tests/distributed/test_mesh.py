@@ -94,7 +94,7 @@ def spread(schedule: str, executor: str, make: Callable[[DeviceMesh], list[nn.Mo
     return pipe.describe()
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipev", "dualpipe"])
 def test_layers_that_are_spread_over_ranks(group_of: GroupOf, schedule: str) -> None:
     for text in group_of(4).run(spread, schedule, "native"):
         assert schedule != "dualpipev" or "collectives over tp must have one order" in text

@@ -101,6 +101,7 @@ def starve() -> None:
         batch = case.batches(1, rows_for(8))[0]
         with pytest.raises((StepError, RuntimeError), match="Too many open files.*build a new one") as caught:
             pipe.step(*batch.args, target=batch.target)
+        assert isinstance(caught.value, StepError) and caught.value.rank == 1
         said.add(str(caught.value))
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(said) == 1

@@ -1,8 +1,9 @@
 """Guards of a pipeline: use in a forked child, concurrent calls, Ctrl-C within a step.
 
 A pipeline belongs to the process that built it. A forked child, for example a DataLoader worker, has copies of its
-objects, but neither its threads nor a rank. So the child must not run a step or close what the parent uses, and objects
-whose destructors wait for a thread are never destroyed there (``csrc/core/common.h`` does the same for C++ objects).
+objects, but neither its threads nor a rank. So the child must not run a step, go on with its parent's, or close what
+the parent uses, and objects whose destructors wait for a thread are never destroyed there (``csrc/core/common.h`` does
+the same for C++ objects).
 
 Steps of one pipeline share channels and buffers, so only one call runs at a time.
 
@@ -17,6 +18,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,6 +38,23 @@ class ForkGuard:
     def here(self) -> bool:
         """Whether this is that process."""
         return os.getpid() == self.process
+
+    def end_child(self, cause: str = "") -> None:
+        """End this process if it is a forked child. Called before a rank tells the others anything.
+
+        A child that a layer has forked, and that comes out of it, would take part in the step in place of its parent.
+        """
+        if self.here:
+            return
+        why = f" ({cause})" if cause else ""
+        print(
+            f"fastpipe: process {os.getpid()} is a child that a layer, a loss function or an iterator has forked in a "
+            f"call of the pipeline of process {self.process}, and has left that function{why}; it ends here, as it is "
+            "not a rank: end such a child by os._exit()",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
 
 
 def keep_in_children(thing: Any) -> None:

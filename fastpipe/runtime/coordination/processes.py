@@ -33,6 +33,7 @@ from fastpipe.runtime.common import (
     CircuitBreaker,
     Failure,
     FailureError,
+    ForkGuard,
     call_in_thread,
     cloned,
     first_line,
@@ -70,6 +71,7 @@ class Processes(Control):
         self.rank = rank
         self.size = size
         self.step = 0
+        self._fork_guard = ForkGuard()
         self._lost: Failure | None = None  # reported in this step
         self._store, self._identity, self._timeout = store, identity, timeout
         self._lifeline = Lifeline(rank)
@@ -182,6 +184,7 @@ class Processes(Control):
 
     def exchange(self, phase: str, message: Reply) -> Replies:
         """Send a message and return the messages of all processes."""
+        self._fork_guard.end_child(message.get("failure", {}).get("cause", ""))
         written = len(self._store_gather.written)
         replies = self._gather.exchange(self.step, phase, message)
         if self.step == 0:
@@ -191,6 +194,7 @@ class Processes(Control):
 
     def publish(self, failure: Failure) -> Failure:
         """Write a failure into the store, unless another process was faster, and wake the others."""
+        self._fork_guard.end_child(failure.cause)
         self._note(failure)
         # without the store the others detect the failure themselves, and this rank drains
         return self._breaker.call(lambda: self._watcher.publish(failure), failure)

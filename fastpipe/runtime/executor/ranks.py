@@ -31,6 +31,7 @@ from fastpipe.runtime.common import (
     SHORT_EXIT_SECONDS,
     Failure,
     FailureError,
+    ForkGuard,
     cause_text,
     failure_of,
     pauses,
@@ -243,6 +244,7 @@ class LocalRanks:
         self.failed_at: list[tuple[int, Program, int]] = []
         self._outcome = Outcome()
         self.reported: Failure | None = None
+        self._fork_guard = ForkGuard()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(len(stages), "fastpipe-rank") if len(stages) > 1 else None
 
@@ -480,6 +482,7 @@ class LocalRanks:
                     executor.fail()
 
     def _publish(self, failure: Failure, error: BaseException) -> None:
+        self._fork_guard.end_child(failure.cause)
         self._note(failure, error, self.publish(failure))
         self.mesh_groups.leave()
 

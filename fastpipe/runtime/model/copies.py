@@ -31,6 +31,8 @@ from fastpipe.runtime.common import (
     allocate,
     children_of,
     dense_grad,
+    is_dtensor,
+    local_part,
     on_meta,
     parameters_of,
     pytree,
@@ -411,7 +413,7 @@ class RemoteCopies(StageCopies):
     def equalise(self, *, initialised: bool = False) -> None:
         """Copy the first holder's parameters to the second."""
         for module, holders in self.stages:
-            own = [p.detach() for p in module.parameters()]
+            own = [local_part(p.detach()) for p in module.parameters()]
             theirs = self.exchange(self._peer(holders), own)
             if holders[0] != self.rank:
                 for mine, given in zip(own, theirs, strict=True):
@@ -457,14 +459,17 @@ class RemoteCopies(StageCopies):
 
     def _sum(self, parameters: Sequence[nn.Parameter], holders: Sequence[int]) -> None:
         kinds = torch.tensor([_kind(p.grad) for p in parameters] or [_NONE])
-        own = [zero_grad_of(p) if p.grad is None else dense_grad(p.grad) for p in parameters]
+        grads = (zero_grad_of(p) if p.grad is None else placed(p.grad, p) for p in parameters)
+        own = [dense_grad(local_part(grad)) for grad in grads]
         (their_kinds, *theirs) = self.exchange(self._peer(holders), [kinds, *own])
         for i, parameter in enumerate(parameters):
             mine = own[i] if kinds[i] else None
             given = theirs[i] if their_kinds[i] else None
             total = added(mine, given) if holders[0] == self.rank else added(given, mine)
             stays_sparse = _DENSE not in (kinds[i], their_kinds[i])
-            parameter.grad = total.to_sparse(1) if total is not None and stays_sparse else total
+            if total is not None:
+                total = total.to_sparse(1) if stays_sparse else with_local_part(parameter, total)
+            parameter.grad = total
 
 
 _NONE, _DENSE, _SPARSE = range(3)
@@ -475,6 +480,25 @@ def _kind(grad: torch.Tensor | None) -> int:
     if grad is None:
         return _NONE
     return _DENSE if grad.layout is torch.strided else _SPARSE
+
+
+def with_local_part(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor like another one, with this local part; or the local tensor itself."""
+    if not is_dtensor(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    spread: Any = like
+    mesh, placements = spread.device_mesh, spread.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=spread.shape, stride=spread.stride())
+
+
+def placed(grad: Any, like: Any) -> torch.Tensor:
+    """A gradient, distributed like the weight; that of an embedding that is cut into rows, for example, is not."""
+    if is_dtensor(grad) and grad.placements != like.placements:
+        grad = grad.redistribute(placements=like.placements)
+    found: torch.Tensor = grad
+    return found
 
 
 def added(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

@@ -45,7 +45,9 @@ from fastpipe.runtime.model.copies import (
     added,
     follow_twin,
     holders_of,
+    placed,
     twins_in,
+    with_local_part,
 )
 
 REPLICATED, SHARDED = "DistributedDataParallel", "fully_shard"
@@ -148,25 +150,6 @@ def check_no_hooks(parameter: nn.Parameter, name: str) -> None:
                 "of all stages that share the weight; remove it, and change .grad after pipe.step, before the "
                 "optimizer's step"
             )
-
-
-def with_local_part(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor like another one, with this local part; or the local tensor itself."""
-    spread: Any = like
-    if local_part(like) is like:
-        return local
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = spread.device_mesh, spread.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=spread.shape, stride=spread.stride())
-
-
-def _placed(grad: Any, like: Any) -> torch.Tensor:
-    """A gradient, distributed like the weight; that of an embedding that is cut into rows, for example, is not."""
-    if is_dtensor(grad) and grad.placements != like.placements:
-        grad = grad.redistribute(placements=like.placements)
-    placed: torch.Tensor = grad
-    return placed
 
 
 def _undistributed(grad: Any) -> torch.Tensor | None:
@@ -555,7 +538,7 @@ class TiedWeights(StageCopies):
         mine += [None] * (max(map(len, held.values())) - len(mine))
         there = torch.tensor([grad is not None for grad in mine])
         empty = torch.zeros_like(local_part(like), dtype=grad_dtype_of(like))
-        tensors = [there, *(empty if grad is None else dense_grad(local_part(_placed(grad, like))) for grad in mine)]
+        tensors = [there, *(empty if grad is None else dense_grad(local_part(placed(grad, like))) for grad in mine)]
         for peer in peers:
             given, *theirs = self.exchange(peer, tensors)
             found |= {s: with_local_part(like, theirs[i]) if given[i] else None for i, s in enumerate(held[peer])}

@@ -9,11 +9,13 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -25,17 +27,20 @@ from torch.distributed import distributed_c10d
 from fastpipe.runtime import native
 from fastpipe.runtime.common import (
     CPU,
+    STORE_SECONDS,
     Failure,
     FailureError,
     ForkGuard,
     StoreWithTimeout,
     aside,
     attended,
+    call_in_thread,
     first_line,
     keep_in_children,
     lost_peer,
     torch_private,
     wait_until_idle,
+    waiting,
 )
 from fastpipe.runtime.coordination import Identity, RanksPerHost, check_job, identify, name_attempt, shares_store
 
@@ -223,23 +228,113 @@ def _make_group(device: torch.device, timeout: float) -> None:
     """
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     limit = timedelta(seconds=timeout)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    size = _number_in("WORLD_SIZE", 1)
+    rank = _number_in("RANK", 0, size - 1)
+    store = _joined_store(rank, size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     if size > 1 and shares_store():
-        c10d: Any = dist
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-        def join() -> Any:
-            store = c10d.TCPStore(*place, size, is_master=False, timeout=limit)
-            check_job(store, decides=rank == 0)
-            return distributed_c10d.PrefixStore(name_attempt(store, rank, size, timeout), store)
-
-        store = attended(join, lambda: None, 2 * limit)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         _own_worlds.add(dist.group.WORLD)
-    else:
-        dist.init_process_group(backend, timeout=limit)
     logger.info("made the process group: rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
     atexit.register(_end_group, ForkGuard())
+
+
+def _number_in(variable: str, least: int, most: int | None = None) -> int:
+    """A whole number in an environment variable.
+
+    Raises:
+        ValueError: if it is not set, or to something else.
+    """
+    text = os.environ.get(variable, "")
+    if text.isdecimal() and least <= int(text) and (most is None or int(text) <= most):
+        return int(text)
+    limit = f"of {least} or more" if most is None else f"from {least} to {most}"
+    raise ValueError(
+        f"{variable} = {text!r}: set it in the environment to a whole number {limit}, or start the processes with "
+        "torchrun"
+    )
+
+
+def _joined_store(rank: int, size: int, timeout: float) -> Any:
+    """Connect to the store of all processes; its prefix is this attempt's, if earlier ones have used it.
+
+    Raises:
+        FailureError: if the store or a process cannot be reached in time, or is of another number of processes.
+        ValueError: for a process of another job, or an address that is no address.
+    """
+    c10d: Any = dist
+    if size == 1:
+        return c10d.HashStore()
+    host, port = os.environ.get("MASTER_ADDR", ""), _number_in("MASTER_PORT", 0, _MAX_PORT)
+    if not host:
+        raise ValueError("MASTER_ADDR is not set: set it to the address of the host of rank 0, or use torchrun")
+    limit = timedelta(seconds=timeout)
+
+    def join() -> Any:
+        # under torchrun its agent holds the store
+        is_master = rank == 0 and not shares_store()
+        store = c10d.TCPStore(host, port, size, is_master, limit, multi_tenant=True)
+        if shares_store():
+            check_job(store, decides=rank == 0)
+            return distributed_c10d.PrefixStore(name_attempt(store, rank, size, timeout), store)
+        _await_all(store, rank, size, timeout)
+        return store
+
+    made = call_in_thread(join, "fastpipe-connect")
+    try:
+        # torch repeats attempts, and then takes several times as long
+        for pause in waiting(timeout + STORE_SECONDS, lambda: None):
+            if wait([made], pause).done:
+                return made.result()
+        raise TimeoutError(f"nothing answered within {timeout:g} s")
+    except FailureError:
+        raise
+    except (RuntimeError, TimeoutError) as error:
+        raise lost_peer(
+            f"no connection to MASTER_ADDR = {host!r}, MASTER_PORT = {port} as RANK = {rank} of WORLD_SIZE = {size}: "
+            f"{_why_unknown(host) or first_line(error)}; give every process the address of rank 0's host and a free "
+            "port there, and start as many processes as WORLD_SIZE says, each with a RANK of its own",
+            rank,
+        ) from error
+
+
+_MAX_PORT = 65535
+
+
+def _why_unknown(host: str) -> str:
+    """Why the name of a host has no address; empty if it has one."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return f"the name of the host has no address ({error.strerror})"
+    return ""
+
+
+def _await_all(store: Any, rank: int, size: int, timeout: float) -> None:
+    """Wait until all processes have come, so that one that has not is named, and with it another number of them.
+
+    Raises:
+        FailureError: if one does not come in time, or was started with another number.
+    """
+    keys = [f"fastpipe/size/{other}" for other in range(size)]
+    store.set(keys[rank], str(size))
+    missing = list(range(size))
+    for pause in waiting(timeout, lambda: None):
+        missing = [other for other in missing if not store.check([keys[other]])]
+        sizes = {other: int(store.get(key)) for other, key in enumerate(keys) if other not in missing}
+        for other, found in sizes.items():
+            if found != size:
+                raise lost_peer(
+                    f"WORLD_SIZE = {found} on rank {other} and {size} on rank {rank}: set the same on every process",
+                    other,
+                )
+        if not missing:
+            return
+        time.sleep(pause)
+    raise lost_peer(
+        f"rank {missing[0]} did not start within {timeout:g} s; see what it is doing, set a longer timeout, or start "
+        f"as many processes as WORLD_SIZE = {size} says, each with a RANK of its own",
+        missing[0],
+    )
 
 
 def _end_group(guard: ForkGuard) -> None:
