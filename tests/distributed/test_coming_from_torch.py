@@ -19,7 +19,7 @@ import fastpipe
 from fastpipe import Pipeline, Schedule, check_parity
 from fastpipe.cli import main
 from tests.distributed.ranks import GroupOf, on_ranks
-from tests.runtime.traced_models import WIDTH, Skipping, traced
+from tests.runtime.traced_models import WIDTH, Sharing, Skipping, traced
 from tests.scripts import run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -114,6 +114,26 @@ def test_stages_built_of_a_traced_model(executor: str) -> None:
     x, shift, y = torch.randn(3, 8, WIDTH, generator=torch.Generator().manual_seed(3))
     parity = check_parity(Pipeline(stages, "zbv", 4, nn.functional.mse_loss, executor=executor), twin, ((x, shift), y))
     assert parity.ok, parity
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_weight_of_stages_built_of_a_traced_model_is_tied(declared: bool) -> None:
+    """Each process has one of the two stages that read it."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Sharing()
+    stage = traced(copy.deepcopy(model), torch.randn(2, WIDTH)).build_stage(rank, torch.device("cpu"))
+    pipe = Pipeline(stage, "1f1b", 4, nn.functional.mse_loss, tied=[("0.scale", "1.scale")] if declared else None)
+    x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(3))
+    assert "0.scale = 1.scale" in pipe.describe()
+    assert all(d.relative < 1e-5 for d in check_parity(pipe, model, (x, y)).differences)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    pipe.step(x, target=y)
+    optimizer.step()
+    nn.functional.mse_loss(model(x), y).backward()
+    scale = pipe.state_dict()[f"{rank}.scale"]
+    torch.testing.assert_close(scale, (model.scale - 0.1 * model.scale.grad).detach())
 
 
 @on_ranks(2)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
@@ -579,6 +579,13 @@ def traced_model_type() -> type | tuple[()]:
     return getattr(sys.modules.get("torch.distributed.pipelining._IR"), "Pipe", ())
 
 
+def module_of(graph: fx.Graph) -> nn.Module:
+    """The module that runs a graph; of a traced model it has all stages."""
+    module = graph.owning_module
+    assert module is not None
+    return module
+
+
 # Linux.
 
 
@@ -775,6 +782,7 @@ PRIVATE = (
     Private(f"{_COLLECTIVES}.AsyncCollectiveTensor", "elem", "bytes that stages hold", "profiles of such stages"),
     Private("torch.distributed.pipelining.stage", "_PipelineStageBase", "stages of torch's", "stages of torch's"),
     Private("torch.distributed.pipelining._IR", "Pipe", "traced models", "traced models"),
+    Private(fx.Graph, "owning_module", "the other stages of a traced model", "stages built of a traced model"),
     Private("/proc", "self/stat self/ns/pid sys/kernel/random/boot_id", "which processes share a host", _DEATHS),
     Private("sys", "_current_frames", "where a slow rank is in Python", "reports of slow steps"),
     Private("os", "pidfd_open", "an exit wakes waiting ranks", _DEATHS),

@@ -336,13 +336,14 @@ def from_torch(
     """
     if is_traced(stages):
         _check_num_stages(stages.num_stages, num_stages, "the traced model")
-        traced, shared = _traced(stages)
-        return traced, [*(tied or ()), *shared] or None
+        ties = _mend_stages(stages.split_gm)
+        return _traced(stages), [*(tied or ()), *ties] or None
     listed = torch_stages(stages)
     if not listed:
         return stages, tied
     base = torch_private.pipeline_stage_type()
     found: dict[int, nn.Module] = {}
+    shared: list[list[str]] = []
     for stage in listed:
         if not isinstance(stage, base):
             raise TypeError(f"stages has a {type(stage).__name__} beside torch's stages: give one kind or the other")
@@ -357,10 +358,10 @@ def from_torch(
         info = getattr(stage, "pipe_info", None)
         module: nn.Module = stage.submod  # type: ignore[attr-defined]
         if info is not None:
-            _mend_weights(module)
+            shared = shared or _mend_stages(torch_private.module_of(info.graph))
             module = TracedStage(module, info.graph, index, whole_names=False)
         found[index] = module
-    return found, tied
+    return found, [*(tied or ()), *shared] if shared else tied
 
 
 def _check_num_stages(there: int, num_stages: int, what: str) -> None:
@@ -371,21 +372,25 @@ def _check_num_stages(there: int, num_stages: int, what: str) -> None:
         )
 
 
-def _traced(pipe: Any) -> tuple[dict[int, nn.Module], list[list[str]]]:
-    """The stages of a traced model, and the names of every weight that several of them read.
-
-    Parameters keep their names unless these repeat between stages.
-    """
+def _traced(pipe: Any) -> dict[int, nn.Module]:
+    """The stages of a traced model. Parameters keep their names unless these repeat between stages."""
     modules = [pipe.get_stage_module(index) for index in range(pipe.num_stages)]
-    shared: dict[int, list[str]] = {}
-    for index, module in enumerate(modules):
-        for value, name in _mend_weights(module).items():
-            shared.setdefault(value, []).append(f"{index}.{name}")
     names = [name for module in modules for name in module.state_dict()]
     whole_names = len(names) == len(set(names))
     graph = pipe.split_gm.graph
-    stages: dict[int, nn.Module] = {i: TracedStage(m, graph, i, whole_names=whole_names) for i, m in enumerate(modules)}
-    return stages, [users for users in shared.values() if len(users) > 1]
+    return {i: TracedStage(m, graph, i, whole_names=whole_names) for i, m in enumerate(modules)}
+
+
+def _mend_stages(whole: nn.Module) -> list[list[str]]:
+    """Mend the weights of a traced model's stages, and return the names of each that several stages read.
+
+    All stages are in every process, which has traced the model.
+    """
+    shared: dict[int, list[str]] = {}
+    for index, module in enumerate(whole.children()):
+        for value, name in _mend_weights(module).items():
+            shared.setdefault(value, []).append(f"{index}.{name}")
+    return [names for names in shared.values() if len(names) > 1]
 
 
 def _mend_weights(module: nn.Module) -> dict[int, str]:
