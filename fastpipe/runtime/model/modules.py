@@ -409,10 +409,31 @@ def _check_num_stages(there: int, num_stages: int, what: str) -> None:
 def _traced(pipe: Any) -> dict[int, nn.Module]:
     """The stages of a traced model. Parameters keep their names unless these repeat between stages."""
     modules = [pipe.get_stage_module(index) for index in range(pipe.num_stages)]
+    _drop_unread(pipe, modules)
     names = [name for module in modules for name in module.state_dict()]
     whole_names = len(names) == len(set(names))
     graph = pipe.split_gm.graph
     return {i: TracedStage(m, graph, i, whole_names=whole_names) for i, m in enumerate(modules)}
+
+
+def _drop_unread(pipe: Any, modules: Sequence[nn.Module]) -> None:
+    """Drop what torch leaves of a shared weight in stages that use it by another name; its own names have an ``@``."""
+    shared = {name for users in pipe.replicated_params for name in users.values()}
+    for module in modules:
+        read = _read_by_graphs(module)
+        for path, holder in list(module.named_modules(remove_duplicate=False)):
+            for attribute in [name for name, _ in holder.named_parameters(recurse=False)]:
+                name = f"{path}.{attribute}" if path else attribute
+                if (id(holder), attribute) not in read and (name in shared or "@" in name):
+                    delattr(holder, attribute)
+
+
+def _read_by_graphs(module: nn.Module) -> set[tuple[int, str]]:
+    """The attributes that the graphs of a traced stage read: the identity of the module, and the name in it."""
+    graphs = [(part, getattr(part, "graph", None)) for part in module.modules()]
+    nodes = [(part, node) for part, graph in graphs if isinstance(graph, fx.Graph) for node in graph.nodes]
+    split = [(part, *str(node.target).rpartition(".")) for part, node in nodes if node.op == "get_attr"]
+    return {(id(part.get_submodule(path)), attribute) for part, path, _, attribute in split}
 
 
 def _shared_names(pipe: Any) -> list[list[str]]:
