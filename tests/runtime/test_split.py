@@ -379,6 +379,27 @@ def test_hooks_of_the_whole_model_that_come_later_are_refused() -> None:
         pipe.eval_step(inputs)
 
 
+def test_layers_of_the_whole_model_that_are_replaced_later_are_refused() -> None:
+    model, sequential = Decoder(), nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    x, y = batch()[0], torch.ones(4, 4)
+    for layers, blocks, path, inputs in (
+        (fastpipe.split(model, x), model.inner["blocks"], "inner.blocks.", x),
+        (sequential, sequential, "", y),
+    ):
+        pipe = fastpipe.Pipeline(layers, "1f1b", 2, num_ranks=2)
+        pipe.eval_step(inputs)
+        first = blocks[0]
+        blocks[0] = copy.deepcopy(first)
+        with pytest.raises(ValueError, match=rf"model: {path}0, a \w+, was put in the place of another module after"):
+            pipe.eval_step(inputs)
+        blocks[0] = first
+        blocks.append(copy.deepcopy(first))
+        with pytest.raises(ValueError, match=rf"model: {path}\d, a \w+, was added after the Pipeline was built"):
+            pipe.eval_step(inputs)
+        del blocks[0], blocks[-1]  # a script may let go of layers that a stage has
+        pipe.eval_step(inputs)
+
+
 class Patches(nn.Module):
     """A vision transformer: its blocks are an nn.Sequential, and each has another one in it."""
 

@@ -145,6 +145,29 @@ def test_a_layer_that_the_trace_does_not_use_is_no_difference() -> None:
     assert missing == {"other.weight", "other.bias"}
 
 
+class OutputIsInput(nn.Module):
+    """The weight of the embedding is that of the last layer, under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(x).tanh()
+        pipe_split()
+        return self.head(x)
+
+
+def test_a_traced_weight_of_two_names_is_one_in_each_stage(executor: str) -> None:
+    torch.manual_seed(0)
+    model, x = OutputIsInput(), torch.arange(ROWS)
+    pipe = Pipeline(pipeline(model, (x[:2],)), "1f1b", COUNT, squared, num_ranks=2, executor=executor)
+    assert [name for name, _ in pipe.named_parameters()] == ["tokens.weight"]
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    assert check_parity(pipe, model, (x, torch.randn(ROWS, ROWS))).ok
+
+
 class Several(nn.Module):
     """Returns a value twice, one of an earlier stage, and None; a shape is a number in its graph."""
 

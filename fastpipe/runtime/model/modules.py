@@ -88,11 +88,30 @@ def _from_mapping(stages: Mapping[int, nn.Module], num_stages: int, local: Seque
     return {stage: stages[stage] for stage in local}
 
 
+Holder = tuple[str, weakref.ref[nn.Module], dict[str, weakref.ref[nn.Module] | None]]
+"""A module that is not called and has some that are: its path, and the called ones by name; None for others."""
+
+
+def _holders_of(layers: Layers | None, modules: Mapping[int, nn.Module]) -> list[Holder]:
+    """The modules of the unsplit model from which stages have taken members, and the members of these stages."""
+    if layers is None or layers.whole is None:
+        return []
+    own = {id(module) for stage in modules.values() for module in stage.modules()}
+    found: list[Holder] = []
+    for path, holder in layers.whole.named_modules():
+        members = children_of(holder)
+        if id(holder) not in own and any(id(member) in own for member in members.values()):
+            taken = {name: weakref.ref(m) if m is not None and id(m) in own else None for name, m in members.items()}
+            found.append((f"{path}." if path else "", weakref.ref(holder), taken))
+    return found
+
+
 class RestOfModel:
     """What this process has of the user's model and does not compute.
 
     Nothing in a step may use the parameters of layers that other processes compute: the gradient would be lost, and the
-    values are those of the beginning. The module that has all layers is not called, so it may have no hooks.
+    values are those of the beginning. The module that has all layers is not called, so it may have no hooks, and what
+    replaces a layer there would not be called either.
 
     Args:
         modules: the stages of this process.
@@ -103,14 +122,34 @@ class RestOfModel:
         named = () if layers is None else layers.chain(range(len(layers))).named_parameters()
         # the caller may let go of them
         self._whole = None if layers is None or layers.whole is None else weakref.ref(layers.whole)
+        self._modules = modules
+        self._known = weakref.WeakSet(() if layers is None or layers.whole is None else layers.whole.modules())
+        self._holders = _holders_of(layers, modules)
         self._parameters = [(name, weakref.ref(parameter)) for name, parameter in named if id(parameter) not in own]
         self._before: dict[str, tuple[int, int] | None] | None = None
         self._is_unused = False
 
-    def check_unhooked(self) -> None:
-        """Refuse hooks that were added to the whole module after the Pipeline was built."""
+    def check_unchanged(self) -> None:
+        """Refuse hooks and layers that were added to the whole module after the Pipeline was built."""
         if self._whole is not None:
             check_whole_unhooked(self._whole())
+        for path, reference, taken in self._holders:
+            holder = reference()
+            for name, layer in children_of(holder).items() if holder is not None else ():
+                before = taken.get(name)
+                if layer is None or (before is not None and before() is layer):
+                    continue
+                is_added = name not in taken and isinstance(holder, nn.Sequential | nn.ModuleList)
+                if (before is not None or is_added) and self._is_new(layer):
+                    how = "added" if is_added else "put in the place of another module"
+                    raise ValueError(
+                        f"model: {path}{name}, a {type(layer).__name__}, was {how} after the Pipeline was built, and "
+                        "its stages would not call it; build the Pipeline after changes of whole layers"
+                    )
+
+    def _is_new(self, layer: nn.Module) -> bool:
+        own = (module for stage in self._modules.values() for module in stage.modules())
+        return layer not in self._known and all(module is not layer for module in own)
 
     def begin(self, step: int) -> None:
         """Note the gradients, until a step has used none, and in every 256th step."""

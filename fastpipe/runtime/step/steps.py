@@ -250,7 +250,7 @@ class Steps:
         message: Reply = {"call": self._part_of + call_text(request) + self.random.call_text(self.audit is not None)}
         try:
             message["changes"] = self.copies.prepare()
-            self.rest.check_unhooked()
+            self.rest.check_unchanged()
             self.check_filled()
             self.ranks.check_modes()
             self._check_trains(request)
