@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import pytest
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fastpipe import Pipeline, StepError
+from fastpipe.runtime.common import torch_private
 from fastpipe.runtime.transport import MeshGroups
 from fastpipe.testing import Fault
 from tests.conftest import skip_without_native
@@ -117,6 +120,36 @@ def test_a_death_reaches_all_ranks_of_the_mesh(schedule: str, executor: str) -> 
         for answer in group.results([0, 1, 2]):
             assert answer["rank"] == 1 and "rank 1 of the pipeline at tp=1: its process died" in answer["text"]
             assert answer["text"] == answer["again"]
+
+
+def one_stops(dimension: str, victim: int) -> str:
+    """Runs on every rank of a mesh whose groups have torch's timeout of half an hour; one stops in its second step."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", dimension))
+    made = layers(mesh) if dimension == "tp" else [fully_shard(Mlp(), mesh=mesh[dimension]) for _ in range(LAYERS)]
+    if dist.get_rank() == victim:
+        stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
+        made = [Fault(layer, AT_CALL, lambda _: stop(), backward=True) for layer in made]
+    pipe = Pipeline(made, "zbv", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=10)
+    x, y = batch(0)
+    pipe.step(x, target=y)
+    # the script's own collectives wait as long as before
+    backend = torch_private.backend_for(mesh.get_group(dimension), torch.device("cpu"))
+    assert backend.options._timeout == timedelta(minutes=30)
+    del backend
+    with pytest.raises((StepError, RuntimeError)) as raised:
+        pipe.step(x, target=y)
+    with pytest.raises(StepError, match="closed"):
+        pipe.step(x, target=y)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("dimension", "victim"), [("tp", 1), ("dp_shard", 2)])
+def test_nobody_waits_in_a_collective_for_a_rank_that_is_stopped(dimension: str, victim: int) -> None:
+    """Which closes no connection, unlike one that raises or is killed."""
+    with ranks(4) as group:
+        group.start(one_stops, dimension, victim)
+        for text in group.results([rank for rank in range(4) if rank != victim], timeout=120):
+            assert "failed on" in text and "closed" in text
 
 
 @pytest.mark.parametrize(("way", "executor"), [(FORWARD, "python"), (BACKWARD, "native"), (KILL, "native")])

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.without_torch
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fastpipe"
 DOOR = PACKAGE / "runtime" / "common" / "torch_private.py"
-DOCUMENTED = {"_replace", "_fields", "_asdict"}
-"""Methods of named tuples, which begin with an underscore so that no field has their name."""
+DOCUMENTED = {"_replace", "_fields", "_asdict", "_exit"}
+"""Methods of named tuples, which begin with an underscore so that no field has their name; and that of os."""
 REFLECTION = {"getattr", "hasattr", "setattr", "delattr"}
 OF_LINUX = ("/proc", "/dev/shm")
 """Not /sys/devices/system/cpu, which the kernel documents as stable."""

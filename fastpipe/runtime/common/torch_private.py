@@ -364,6 +364,39 @@ def set_timeout(options: Any, timeout: timedelta) -> None:
 
 
 @contextlib.contextmanager
+def bounded(groups: Iterable[Any], device: torch.device, seconds: float) -> Iterator[None]:
+    """Context in which collectives of Gloo wait at most so many seconds, if their group's timeout is longer.
+
+    No backend is held within it: a rank that leaves a group drops the last reference to it.
+    """
+    limit, before = timedelta(seconds=seconds), {}
+    for group in groups if device.type == "cpu" else ():
+        if (own := _gloo_timeout(group, None)) is not None and own > limit:
+            before[group] = own
+    try:
+        for group in before:
+            _gloo_timeout(group, limit)
+        yield
+    finally:
+        for group, own in before.items():
+            _gloo_timeout(group, own)
+
+
+def _gloo_timeout(group: Any, new: timedelta | None) -> timedelta | None:
+    """The timeout of a group's collectives on the CPU, and a new one; None if they are not Gloo's."""
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # it has none, or this rank has left it
+        return None
+    if not dist.is_gloo_available() or not isinstance(backend, dist.ProcessGroupGloo):
+        return None
+    if new is not None:
+        backend._set_default_timeout(new)
+    found: timedelta = backend.options._timeout
+    return found
+
+
+@contextlib.contextmanager
 def coalesced(group: Any, device: torch.device) -> Iterator[list[Any]]:
     """Run the sends and receives within this context as one operation; the list receives its work."""
     group._start_coalescing(device)
@@ -658,6 +691,7 @@ _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _ALL = "the runtime"
+_MESHES = "silent ranks in collectives of stages"
 _PYTHON = "weight gradients without the extension"
 _SHARDED, _REPLICATED = "stages under fully_shard", "stages under DistributedDataParallel"
 _NORM = "clip_grad_norm_"
@@ -783,6 +817,8 @@ PRIVATE = (
     Private("torch.distributed.pipelining.stage", "_PipelineStageBase", "stages of torch's", "stages of torch's"),
     Private("torch.distributed.pipelining._IR", "Pipe", "traced models", "traced models"),
     Private(fx.Graph, "owning_module", "the other stages of a traced model", "stages built of a traced model"),
+    Private("torch.distributed.ProcessGroupGloo", "_set_default_timeout", "when a stage's collective ends", _MESHES),
+    Private("torch.distributed.ProcessGroupGloo._Options", "_timeout", "the same", _MESHES),
     Private("/proc", "self/stat self/ns/pid sys/kernel/random/boot_id", "which processes share a host", _DEATHS),
     Private("sys", "_current_frames", "where a slow rank is in Python", "reports of slow steps"),
     Private("os", "pidfd_open", "an exit wakes waiting ranks", _DEATHS),

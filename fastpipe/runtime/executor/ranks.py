@@ -249,6 +249,12 @@ class LocalRanks:
         self._pool = ThreadPoolExecutor(len(stages), "fastpipe-rank") if len(stages) > 1 else None
 
     @property
+    def _groups_of_stages(self) -> list[Any]:
+        """The groups over which stages run collectives: those of the mesh, and of their replicas."""
+        replicated = [stage.parallel for held in self.stages.values() for stage in held.values() if stage.parallel]
+        return list(dict.fromkeys([*self.mesh_groups.groups, *(g for p in replicated for g in p.groups)]))
+
+    @property
     def first(self) -> int:
         """The lowest local rank, which represents the process."""
         return min(self.stages)
@@ -305,10 +311,13 @@ class LocalRanks:
         try:
             if error is not None:
                 self._publish(failure_of(error, self.first), error)
-            if self._pool is None:
-                self._run_one(self._current[0], signature, announce, trace, error is not None)
-            else:
-                self._run_all(self._pool, signature, announce, trace, error is not None)
+            # a silent rank ends no collective, and those of the script's groups wait for half an hour; twice, as the
+            # waits of the pipeline say more
+            with torch_private.bounded(self._groups_of_stages, self.device, 2 * self.timeout):
+                if self._pool is None:
+                    self._run_one(self._current[0], signature, announce, trace, error is not None)
+                else:
+                    self._run_all(self._pool, signature, announce, trace, error is not None)
         finally:
             outcome = self._taken()
         return outcome

@@ -369,7 +369,8 @@ class MeshGroups:
     A collective of NCCL ends when its process aborts it. One of Gloo ends when a peer closes its connections. So every
     rank closes its own: at once if it failed, otherwise before it waits for anything but messages of its pipeline. Of
     the ranks that wait for each other one is not in a collective, closes its connections, and so unblocks the others,
-    which close theirs.
+    which close theirs. A rank that is stopped closes none: its peers' collectives end after twice the Pipeline's
+    timeout (`LocalRanks.run`).
     """
 
     _ended: set[tuple[str, tuple[int, ...]]] = set()
@@ -385,6 +386,11 @@ class MeshGroups:
     def have_ended(cls, name: str, group: Any) -> bool:
         """Whether a failure has ended this dimension's group, or one that torch would use instead."""
         return _name_of(name, group) in cls._ended
+
+    @property
+    def groups(self) -> Sequence[Any]:
+        """The groups."""
+        return self._groups
 
     def abort(self) -> None:
         """A rank failed or is lost: abort what can be aborted from any thread."""
