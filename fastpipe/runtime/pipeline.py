@@ -208,7 +208,7 @@ class Pipeline:
             undo.append(self.transport.abort)
             self.device, self.loss_fn, self.grad_dtype = world.device, loss_fn, grad_dtype
             self.num_ranks = request.schedule.num_ranks
-            self._world, self._member, self._executor_type = world, world.member, executor_type
+            self._world, self._executor_type = world, executor_type
             self._reduces, self._grad_norms = True, GradNorms()
             self._start(arguments, request, local)
         logger.info("%s", self.describe())
@@ -343,7 +343,7 @@ class Pipeline:
     def _run(self, request: Request, trace: bool) -> StepResult:
         result = self._steps.run(self._with_target(request), bool(trace))
         if request.gathers_outputs:
-            result.raw_outputs = gather_outputs(self._steps, self._member, self.device, result.raw_outputs)
+            result.raw_outputs = gather_outputs(self._steps, self._world.member, self.device, result.raw_outputs)
         return result
 
     def _with_target(self, request: Request) -> Request:
@@ -378,7 +378,7 @@ class Pipeline:
     @property
     def rank(self) -> int:
         """The rank of this process in the pipeline; 0 in a single process."""
-        return self._member.rank
+        return self._world.member.rank
 
     @property
     def num_stages(self) -> int:
@@ -571,7 +571,7 @@ class Pipeline:
             check_fits(schedule, counts, self.schedule, present)
             made.append(successor(self._steps.programs, schedule, self.num_ranks))
             if rebuilds:
-                check_movable(self._steps.stages, self._member.size)
+                check_movable(self._steps.stages, self._world.member.size)
             if self._steps.programs.parallel:
                 digest = made[0].program(schedule.num_microbatches, forward_only=False).digest()
                 compare_replicas(self._steps.stages, {"schedule": schedule.name, "program": digest}, self._world)

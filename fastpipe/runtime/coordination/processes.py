@@ -259,6 +259,7 @@ class Watcher:
             own: a connection to the store for this thread, as the others may be blocked.
         """
         self.polls = polls
+        self.local_peers.drain()  # what the others have sent to learn whether they can
         self._thread = threading.Thread(target=self._watch, args=(own,), name="fastpipe-watch", daemon=True)
         self._thread.start()
 
