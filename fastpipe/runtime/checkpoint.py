@@ -364,7 +364,7 @@ def check_processes(pipe: Pipeline, group: Any = None) -> None:
         RuntimeError: if torch's process group has been destroyed.
         ValueError: if ``group`` lacks a process of the pipeline.
     """
-    ranks = pipe._world.member.ranks
+    ranks = pipe._site.member.ranks
     if len(ranks) == 1:
         return
     if not dist.is_initialized():

@@ -208,21 +208,21 @@ class Pipeline:
             undo.append(self.transport.abort)
             self.device, self.loss_fn, self.grad_dtype = world.device, loss_fn, grad_dtype
             self.num_ranks = request.schedule.num_ranks
-            self._world, self._executor_type = world, executor_type
+            self._site, self._executor_type = world, executor_type
             self._reduces, self._grad_norms = True, GradNorms()
             self._start(arguments, request, local)
         logger.info("%s", self.describe())
 
     def _start(self, arguments: Arguments, request: BuildRequest, local: LocalStages) -> None:
         """Use these stages and programs from the next step on."""
-        steps = make_steps(arguments, request, local, self._world, self.transport, self._executor_type)
-        if not self._world.is_single_process:
+        steps = make_steps(arguments, request, local, self._site, self.transport, self._executor_type)
+        if not self._site.is_single_process:
             # it is cut once, so that the caller may free the layers of other processes
             arguments = replace(arguments, model=replace(arguments.model, stages=local.modules))
         self._arguments, self._build, self._local, self._steps = arguments, request, local, steps
         self.num_microbatches = request.num_microbatches
         # what it holds lives until it is called, so it must not hold the stages
-        closed = steps.watchdog.close, self._world.control, steps.ranks.closer()
+        closed = steps.watchdog.close, self._site.control, steps.ranks.closer()
         self._finalizer = weakref.finalize(self, _close, *closed, ForkGuard())
 
     def step(
@@ -343,7 +343,7 @@ class Pipeline:
     def _run(self, request: Request, trace: bool) -> StepResult:
         result = self._steps.run(self._with_target(request), bool(trace))
         if request.gathers_outputs:
-            result.raw_outputs = gather_outputs(self._steps, self._world.member, self.device, result.raw_outputs)
+            result.raw_outputs = gather_outputs(self._steps, self._site.member, self.device, result.raw_outputs)
         return result
 
     def _with_target(self, request: Request) -> Request:
@@ -378,7 +378,7 @@ class Pipeline:
     @property
     def rank(self) -> int:
         """The rank of this process in the pipeline; 0 in a single process."""
-        return self._world.member.rank
+        return self._site.member.rank
 
     @property
     def num_stages(self) -> int:
@@ -571,10 +571,10 @@ class Pipeline:
             check_fits(schedule, counts, self.schedule, present)
             made.append(successor(self._steps.programs, schedule, self.num_ranks))
             if rebuilds:
-                check_movable(self._steps.stages, self._world.member.size)
+                check_movable(self._steps.stages, self._site.member.size)
             if self._steps.programs.parallel:
                 digest = made[0].program(schedule.num_microbatches, forward_only=False).digest()
-                compare_replicas(self._steps.stages, {"schedule": schedule.name, "program": digest}, self._world)
+                compare_replicas(self._steps.stages, {"schedule": schedule.name, "program": digest}, self._site)
             return {}
 
         self._steps.all_gather("replan, programs", prepare)
@@ -594,7 +594,7 @@ class Pipeline:
         self._steps.check_filled()
         former, finalizer = self._steps, self._finalizer
         bare = replace(self._arguments, model=replace(model, data_parallel=None))
-        local = build_stages(bare, request, self._world)
+        local = build_stages(bare, request, self._site)
         self._start(replace(self._arguments, model=model), request, local)
         self._steps.random.step_count, self._steps.loss_scale = former.random.step_count, former.loss_scale
         # only now, as a module may refuse what the plan needs, a copy for example

@@ -188,7 +188,7 @@ def hear_of_losses(closes: bool) -> list[int | None]:
     case = CASES["plain"]
     pipe = Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn)
     heard: list[Failure] = []
-    pipe._world.control.on_loss(heard.append)
+    pipe._site.control.on_loss(heard.append)
     (batch,) = case.batches(1, rows_for(COUNT))
     pipe.step(*batch.args, target=batch.target)
     if dist.get_rank() == 1:
@@ -196,7 +196,7 @@ def hear_of_losses(closes: bool) -> list[int | None]:
             pipe._finalizer()
         os.kill(os.getpid(), signal.SIGKILL)
     until = time.monotonic() + PATIENCE
-    watcher: Any = pipe._world.control._watcher  # type: ignore[attr-defined]
+    watcher: Any = pipe._site.control._watcher  # type: ignore[attr-defined]
     ended = watcher.local_peers.ended
     while not (heard or (closes and ended())) and time.monotonic() < until:
         time.sleep(0.01)
@@ -219,7 +219,7 @@ def lose_the_store(executor: str) -> str:
     pipe = Pipeline(case.layers(SIZE), "1f1b", COUNT, case.loss_fn, executor=executor, transport="process_group")
     first, second = case.batches(2, rows_for(COUNT))
     pipe.step(*first.args, target=first.target)
-    exchange = pipe._world.control.exchange
+    exchange = pipe._site.control.exchange
 
     def lost(phase: str, message: Any) -> Any:
         replies = exchange(phase, message) if phase == "start" else []
@@ -227,7 +227,7 @@ def lose_the_store(executor: str) -> str:
             return replies
         raise FailureError(Failure(0, "its process died", is_fatal=True))
 
-    pipe._world.control.exchange = lost  # type: ignore[method-assign]
+    pipe._site.control.exchange = lost  # type: ignore[method-assign]
     with pytest.raises(StepError) as caught:
         pipe.step(*second.args, target=second.target)
     return str(caught.value)

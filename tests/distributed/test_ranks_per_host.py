@@ -58,7 +58,7 @@ def several(expected: int) -> None:
     for options in ({"num_ranks": 3, "group": dist.new_group([dist.get_rank()], use_local_synchronization=True)}, {}):
         pipe = Pipeline([nn.Linear(4, 4) for _ in range(3)], "1f1b", 4, nn.functional.mse_loss, **options)
         dist.barrier()
-        assert pipe._world.ranks_per_host.count() == expected
+        assert pipe._site.ranks_per_host.count() == expected
 
 
 # Ranks that are threads count, and a process counts once; what torchrun started counts before it has a pipeline.
