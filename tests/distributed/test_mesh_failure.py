@@ -152,6 +152,25 @@ def test_nobody_waits_in_a_collective_for_a_rank_that_is_stopped(dimension: str,
             assert "failed on" in text and "closed" in text
 
 
+def one_leaves_out_a_step() -> str:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    pipe = Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, timeout=10)
+    if dist.get_rank() == 3:
+        dist.barrier()  # until the others have given up
+        return ""
+    x, y = batch(0)
+    with pytest.raises(StepError) as raised:
+        pipe.step(x, target=y)
+    dist.barrier()
+    return str(raised.value)
+
+
+def test_a_rank_that_leaves_out_a_step_is_named_by_its_place() -> None:
+    with ranks(4) as group:
+        for text in group.run(one_leaves_out_a_step)[:3]:
+            assert "rank 1 of the pipeline at tp=1 did not reach the start of call 1" in text
+
+
 @pytest.mark.parametrize(("way", "executor"), [(FORWARD, "python"), (BACKWARD, "native"), (KILL, "native")])
 def test_a_failure_reaches_the_peer_of_a_pipeline_of_one_rank(way: str, executor: str) -> None:
     skip_without_native()

@@ -44,6 +44,7 @@ class Gather(ABC):
 
     Attributes:
         suspected: a reported failure that makes a rank suspect in this step; any thread may set it.
+        name_of: the name of a rank in errors.
     """
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
@@ -51,6 +52,7 @@ class Gather(ABC):
         self.size = size
         self.timeout = timeout
         self.suspected: Failure | None = None
+        self.name_of: Callable[[int], str] = str
         self._deadline, self._is_last = 0.0, False
 
     @abstractmethod
@@ -85,7 +87,7 @@ class Gather(ABC):
 
     def late(self, missing: Sequence[int], step: int, phase: str, message: Reply) -> FailureError:
         """The error for processes that run and do not answer a message."""
-        ranks = ", ".join(map(str, missing))
+        ranks = ", ".join(map(self.name_of, missing))
         advice = "make the same calls on every rank" if step else "build it on every rank, all with the same group"
         place = _place(step, phase) + (f" ({message['call']})" if "call" in message else "")
         cause = f"rank {ranks} did not reach {place} within {self.timeout:g} s; {advice}, or set a longer timeout"

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from fastpipe.runtime.common import (
@@ -83,6 +84,10 @@ class Processes(Control):
         self.deferred: DeferredResults = DeferredResults(store, rank, timeout, lambda: watcher.dead)
         self._breaker = CircuitBreaker(min(STORE_SECONDS, timeout / 4))
         self._place_breaker = CircuitBreaker(min(1.0, timeout / 4))
+
+    def name_ranks(self, name_of: Callable[[int], str]) -> None:
+        """Set the names of ranks that do not answer, in errors."""
+        self._store_gather.name_of = self._shared_gather.name_of = name_of
 
     def setup(self, message: Reply) -> Replies:
         """Exchange identities, watch the processes that can be watched, and use shared memory if all can."""
@@ -459,6 +464,7 @@ class MeshControl(Control):
         self._on_failure: Callable[[Failure], None] = lambda failure: None
         self.deferred: DeferredResults = DeferredResults(store, self.rank, timeout, self._dead)
         self._gather = StoreGather(store, self.rank, size, timeout, whole.store_gone, self.lost)
+        whole.name_ranks(partial(_name_in, pipelines, size))
 
     @property
     def step(self) -> int:  # type: ignore[override]
@@ -583,6 +589,11 @@ class MeshControl(Control):
             yield
         except FailureError as error:
             raise FailureError(self._placed(error.failure)) from error.__cause__
+
+
+def _name_in(pipelines: Sequence[str], size: int, process: int) -> str:
+    pipeline, rank = divmod(process, size)
+    return f"{rank} of the pipeline at {pipelines[pipeline]}"
 
 
 def _failures_in(message: Reply) -> list[str]:
