@@ -115,7 +115,7 @@ std::string TorchStage::place(std::int32_t microbatch) const {
 
 Timed TorchStage::timed(Op op, std::int32_t microbatch, const Payload* given) const {
   // The stream waits for the inputs before its clock starts.
-  if (times_ != nullptr && given != nullptr) static_cast<const TensorPayload*>(given)->taken_in();
+  if (times_ != nullptr) tensors_of(given);
   return {times_, op, index_, microbatch};
 }
 

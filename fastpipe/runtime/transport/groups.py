@@ -38,9 +38,9 @@ from fastpipe.runtime.common import (
     first_line,
     keep_in_children,
     lost_peer,
+    pauses,
     torch_private,
     wait_until_idle,
-    waiting,
 )
 from fastpipe.runtime.coordination import Identity, RanksPerHost, check_job, identify, name_attempt, shares_store
 
@@ -282,10 +282,9 @@ def _joined_store(rank: int, size: int, timeout: float) -> Any:
     made = call_in_thread(join, "fastpipe-connect")
     try:
         # torch repeats attempts, and then takes several times as long
-        for pause in waiting(timeout + STORE_SECONDS, lambda: None):
-            if wait([made], pause).done:
-                return made.result()
-        raise TimeoutError(f"nothing answered within {timeout:g} s")
+        if not wait([made], timeout + STORE_SECONDS).done:
+            raise TimeoutError(f"nothing answered within {timeout:g} s")
+        return made.result()
     except FailureError:
         raise
     except (RuntimeError, TimeoutError) as error:
@@ -318,7 +317,7 @@ def _await_all(store: Any, rank: int, size: int, timeout: float) -> None:
     keys = [f"fastpipe/size/{other}" for other in range(size)]
     store.set(keys[rank], str(size))
     missing = list(range(size))
-    for pause in waiting(timeout, lambda: None):
+    for pause in pauses(timeout):
         missing = [other for other in missing if not store.check([keys[other]])]
         sizes = {other: int(store.get(key)) for other, key in enumerate(keys) if other not in missing}
         for other, found in sizes.items():
