@@ -257,20 +257,19 @@ class ExecutionArguments:
         names = () if self.mesh is None else self.mesh.mesh_dim_names
         groups = {name: self.mesh.get_group(name) for name in names if name.startswith("dp") or name == "cp"}
         wanted = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
-        count = math.prod(map(len, wanted.values()))
-        for stage in stages if count > 1 else ():
-            trains = any(parameter.requires_grad for parameter in stage.module.parameters())
+        count, replicas = math.prod(map(len, wanted.values())), {*itertools.chain(*wanted.values())}
+        trained = [stage for stage in stages if any(p.requires_grad for p in stage.module.parameters())]
+        for stage in trained if count > 1 else ():
             for processes in [[dist.get_rank()]] if stage.parallel is None else stage.parallel.averages():
                 # it may average over more dimensions than these, but not over others
-                if trains and (
-                    len(processes) < count or not {*processes}.issuperset(itertools.chain(*wanted.values()))
-                ):
-                    raise ValueError(
-                        f"mesh has {count} replicas of stage {stage.index} (processes along each dimension: {wanted}), "
-                        f"and gradients of it would be averaged over {len(processes)} (processes {processes}): apply "
-                        "fully_shard over these dimensions, pass data_parallel=, or leave the dimension out of the "
-                        "mesh if the script averages"
-                    )
+                if len(processes) >= count and replicas.issubset(processes):
+                    continue
+                raise ValueError(
+                    f"mesh has {count} replicas of stage {stage.index} (processes along each dimension: {wanted}), "
+                    f"and gradients of it would be averaged over {len(processes)} (processes {processes}): apply "
+                    "fully_shard over these dimensions, pass data_parallel=, or leave the dimension out of the "
+                    "mesh if the script averages"
+                )
 
     @property
     def chosen_transport(self) -> Any:

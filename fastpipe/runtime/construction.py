@@ -23,7 +23,7 @@ from fastpipe._version import __version__
 from fastpipe.hardware_queues import VARIABLE, queues_text, why_too_few
 from fastpipe.placement import Placement
 from fastpipe.runtime import native
-from fastpipe.runtime.arguments import Arguments, process_group
+from fastpipe.runtime.arguments import Arguments, ExecutionArguments, process_group
 from fastpipe.runtime.common import FailureError, attended, on_meta, set_grad_dtype, wants_streams
 from fastpipe.runtime.coordination import (
     Control,
@@ -46,6 +46,7 @@ from fastpipe.runtime.executor import Executor, LocalRanks, NativeExecutor, Reco
 from fastpipe.runtime.model import (
     MEASURED,
     RestOfModel,
+    StageCopies,
     Tie,
     Unfilled,
     as_layers,
@@ -522,48 +523,20 @@ def make_steps(
     executor: type[Executor],
 ) -> Steps:
     """What runs the steps of stages and programs over a transport. Collective."""
-    execution, device = arguments.execution, world.device
-    placement = request.schedule.placement
-    streams = wants_streams(device, execution.overlap, local.by_rank.values())
-    cores = len(os.sched_getaffinity(0))
-    dimensions = list(execution.other_dimensions())
-    policy = pair_policy(execution.overlap, world.ranks_per_host.count(), cores, device, streams, dimensions)
-    runtime = native.load() if executor is NativeExecutor else None
-    threads, pairs = len(local.by_rank) > 1, policy.way != IN_ORDER
-    random = RandomNumbers(device, seed=request.seed, threads=threads, pairs=pairs, runtime=runtime)
-    exchange = None if world.is_single_process else transport.exchange
-
-    if exchange is not None and (local.audited or between_ranks(local.ties, placement)):
-        transport.prepare_exchange()
-    held = {rank: {i: stage.module for i, stage in stages.items()} for rank, stages in local.by_rank.items()}
-    inner = partial(make_copies, placement, held, exchange)
-    copies = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, inner)
-    if not local.on_meta:
-        copies.equalise()
-    refusal = why_not(device, local.by_rank, transport, copies)
-    if execution.cuda_graph and refusal:
-        logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
-    in_mesh = dimensions if isinstance(world.control, MeshControl) else ()
-    mesh_groups = MeshGroups({name: execution.mesh.get_group(name) for name in in_mesh}, device)
-    for stage in local.stages if in_mesh else ():
-        stage.leave_mesh = mesh_groups.end
-    ranks = (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
-        stages=local.by_rank,
-        executor=executor,
-        transport=transport,
-        timeout=world.timeout,
-        publish=world.control.publish,
-        pairs=policy,
-        device=device,
-        several_streams=streams,
-        why_not_recorded=refusal,
-        mesh_groups=mesh_groups,
+    execution = arguments.execution
+    copies = _make_copies(request.schedule.placement, local, world, transport)
+    ranks = _make_ranks(execution, local, world, transport, executor, copies)
+    random = RandomNumbers(
+        world.device,
+        seed=request.seed,
+        threads=len(local.by_rank) > 1,
+        pairs=ranks.pairs.way != IN_ORDER,
+        runtime=native.load() if executor is NativeExecutor else None,
     )
     audit = None
     if local.audited:
         assert execution.audit is not None
-        audit = Audit(execution.audit, local.audited, transport.exchange, world.control, device)
-    unfilled = Unfilled(local.modules, device, local.ties) if local.on_meta else None
+        audit = Audit(execution.audit, local.audited, transport.exchange, world.control, world.device)
     steps = Steps(
         arguments.batch,
         world.cores,
@@ -572,7 +545,7 @@ def make_steps(
         world.control,
         copies,
         random,
-        unfilled,
+        Unfilled(local.modules, world.device, local.ties) if local.on_meta else None,
         local.rest,
         warn_after=execution.checked_warn_after(),
         audit=audit,
@@ -580,3 +553,49 @@ def make_steps(
     # a barrier: no rank waits in a step for one whose construction failed
     world.control.exchange("joining", {})
     return steps
+
+
+def _make_copies(placement: Placement, local: LocalStages, world: World, transport: Transport) -> StageCopies:
+    """What keeps tied weights and the two copies of a stage equal, after it has made them so. Collective."""
+    exchange = None if world.is_single_process else transport.exchange
+    if exchange is not None and (local.audited or between_ranks(local.ties, placement)):
+        transport.prepare_exchange()
+    held = {rank: {i: stage.module for i, stage in stages.items()} for rank, stages in local.by_rank.items()}
+    inner = partial(make_copies, placement, held, exchange)
+    copies = make_tied(local.ties, local.modules, placement, world.member.rank, exchange, inner)
+    if not local.on_meta:
+        copies.equalise()
+    return copies
+
+
+def _make_ranks(
+    execution: ExecutionArguments,
+    local: LocalStages,
+    world: World,
+    transport: Transport,
+    executor: type[Executor],
+    copies: StageCopies,
+) -> LocalRanks:
+    """What runs the programs of this process's ranks."""
+    device, dimensions = world.device, list(execution.other_dimensions())
+    streams = wants_streams(device, execution.overlap, local.by_rank.values())
+    cores = len(os.sched_getaffinity(0))
+    refusal = why_not(device, local.by_rank, transport, copies)
+    if execution.cuda_graph and refusal:
+        logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
+    in_mesh = dimensions if isinstance(world.control, MeshControl) else []
+    mesh_groups = MeshGroups({name: execution.mesh.get_group(name) for name in in_mesh}, device)
+    for stage in local.stages if in_mesh else ():
+        stage.leave_mesh = mesh_groups.end
+    return (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
+        stages=local.by_rank,
+        executor=executor,
+        transport=transport,
+        timeout=world.timeout,
+        publish=world.control.publish,
+        pairs=pair_policy(execution.overlap, world.ranks_per_host.count(), cores, device, streams, dimensions),
+        device=device,
+        several_streams=streams,
+        why_not_recorded=refusal,
+        mesh_groups=mesh_groups,
+    )

@@ -293,12 +293,7 @@ def _check(
     replies = all_gather("check_parity, gradients", begin)
     names = _all_names(replies)
     sent = _gather_gradients(pipe, {} if model is not None else gradients, replies)
-    own = [
-        NamedTensor(p.stage, p.name, grad, p.is_echo) for p in named if (grad := gradients[p.stage, p.name]) is not None
-    ]
-    gathering = GradNorms()
-    values, _ = gathering.gather(all_gather, "check_parity, norms", own, lambda: (2.0, {}), pipe._steps.ranks.timeout)
-    norms, norm = gathering.norms, gathering.total(values, 2.0, pipe.device)
+    norms, norm = _norms(pipe, named, gradients)
 
     def compare() -> Reply:
         """Run the unsplit model's step, and list the differences."""
@@ -306,21 +301,21 @@ def _check(
             return {"differences": []}
         parameters = _parameters_by_key(model, names)
         digests = {(stage, name): digest for reply in replies for stage, name, digest, _ in reply["parameters"]}
-        ties = ties_in(model, pipe._local.ties)
         stale = [key for key, p in parameters.items() if digest_of(_whole(p)) != digests[key]]
+        ties = ties_in(model, pipe._local.ties)
         for parameter in model.parameters():
             parameter.grad = None
         reference = _reference(pipe, given, *copies[1], count, step_count, ties)
         grads = {key: _dense(parameter.grad) for key, parameter in parameters.items()}
         expected_norm = torch.nn.utils.get_total_norm(_expected(parameters, grads, norms))
-        found = [Difference("parameter", name, stage, note="not the pipeline's") for stage, name in stale]
-        found += _compare_losses(result, reference) + _compare_reports(result, reference)
-        found += compared("norm", "", None, norm, expected_norm)
-        for (stage, name), grad in {**gradients, **sent}.items():
-            found += compared("gradient", name, stage, grad, grads[stage, name])
-        known = set(map(id, parameters.values()))
-        others = [name for name, p in model.named_parameters() if id(p) not in known and p.grad is not None]
-        found += [Difference("gradient", name, note="not in the pipeline") for name in others]
+        found = [
+            *(Difference("parameter", name, stage, note="not the pipeline's") for stage, name in stale),
+            *_compare_losses(result, reference),
+            *_compare_reports(result, reference),
+            *compared("norm", "", None, norm, expected_norm),
+            *_compare_gradients({**gradients, **sent}, grads),
+            *_gradients_elsewhere(model, parameters.values()),
+        ]
         return {
             "differences": [asdict(difference) for difference in found],
             "expected": [float(reference.loss), float(expected_norm)],
@@ -441,6 +436,31 @@ def _compare_reports(result: StepResult, reference: Reference) -> list[Differenc
             for pair in zip(*(pytree.tree_leaves(values[name]) for values in (ours, theirs)), strict=True):
                 found += compared(what, name, None, *pair) if isinstance(pair[0], torch.Tensor) else []
     return found
+
+
+def _compare_gradients(gradients: Gradients, expected: Gradients) -> Iterator[Difference]:
+    for (stage, name), grad in gradients.items():
+        yield from compared("gradient", name, stage, grad, expected[stage, name])
+
+
+def _gradients_elsewhere(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[Difference]:
+    """The model's gradients of other parameters than the pipeline's."""
+    known = set(map(id, parameters))
+    others = [name for name, p in model.named_parameters() if id(p) not in known and p.grad is not None]
+    return [Difference("gradient", name, note="not in the pipeline") for name in others]
+
+
+def _norms(
+    pipe: Pipeline, named: Iterable[NamedTensor[nn.Parameter]], gradients: Gradients
+) -> tuple[Sequence[Norm], torch.Tensor]:
+    """The norm of each of the pipeline's gradients, and that of all together. Collective."""
+    own = [
+        NamedTensor(p.stage, p.name, grad, p.is_echo) for p in named if (grad := gradients[p.stage, p.name]) is not None
+    ]
+    gathering = GradNorms()
+    steps = pipe._steps
+    values, _ = gathering.gather(steps.all_gather, "check_parity, norms", own, lambda: (2.0, {}), steps.ranks.timeout)
+    return gathering.norms, gathering.total(values, 2.0, pipe.device)
 
 
 def _expected(parameters: Mapping[Key, nn.Parameter], grads: Gradients, norms: Sequence[Norm]) -> list[torch.Tensor]:
