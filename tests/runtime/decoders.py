@@ -27,14 +27,48 @@ COMMON = {
 }
 
 
-def decoder(kind: str, attention: str = "sdpa", *, tied: bool = True, dropout: float = 0.0, **others: Any) -> Any:
-    """A causal language model; the same numbers at every call."""
+SMALL = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "sliding_window": 4,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "residual_dropout": 0.0,
+}
+"""Of the models whose configs have these."""
+
+
+def decoder(kind: str, attention: str | None = None, *, tied: bool = True, dropout: float = 0.0, **others: Any) -> Any:
+    """A causal language model; the same numbers at every call.
+
+    Args:
+        attention: default: sdpa, and eager for the models that transformers has no other for.
+    """
     torch.manual_seed(0)
+    attention = attention or ("eager" if kind in ("gemma2", "gpt_oss") else "sdpa")
     if kind == "gpt2":
         own = {"n_embd": 32, "n_head": 4, "embd_pdrop": dropout, "attn_pdrop": dropout, "resid_pdrop": dropout}
     else:
         own = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
         own |= {"head_dim": 8, "attention_dropout": dropout}
+        default = transformers.CONFIG_MAPPING[kind]()
+        own |= {name: size for name, size in SMALL.items() if hasattr(default, name)}
+        if hasattr(default, "kv_lora_rank"):  # latent attention has no groups of heads
+            own["num_key_value_heads"] = 4
     config = transformers.AutoConfig.for_model(kind, tie_word_embeddings=tied, **(COMMON | own | others))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     return model.train()
@@ -61,7 +95,7 @@ def assert_like(pipe: fastpipe.Pipeline, unsplit: Any, rows: int) -> None:
 
 
 def train_decoder(
-    kind: str, schedule: str, count: int, *, steps: int = 2, attention: str = "sdpa", **options: Any
+    kind: str, schedule: str, count: int, *, steps: int = 2, attention: str | None = None, **options: Any
 ) -> None:
     """Steps that accumulate, each compared with the unsplit model's, bit for bit."""
     model = decoder(kind, attention)

@@ -23,7 +23,13 @@ from torch import nn
 from fastpipe.runtime.common import children_of, cuda_devices, first_line, parameters_of, torch_private
 from fastpipe.runtime.model.chain import SplitLayers, WholeNames, check_forward, shallow
 
-SUPPORTED = ("gemma", "gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
+_KINDS = """
+    apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3_text
+    glm glm4 glm4_moe gpt2 gpt_oss granite granitemoe helium hunyuan_v1_dense llama llama4_text minimax_m2 ministral
+    ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss
+    smollm3 stablelm starcoder2
+"""
+SUPPORTED = tuple(_KINDS.split())
 """Values of ``config.model_type`` that tests compare with the unsplit model; others need an example."""
 
 INSTEAD = (
@@ -358,9 +364,9 @@ def _examine(model: Any, example: Collection[str], run: Callable[[], Any] | None
         _check_parts(model, layout)
     elif run is None:
         raise ValueError(
-            f"model is a {name} (model_type {kind!r}): without an example split supports causal language models of "
-            f"{', '.join(SUPPORTED)}; give one microbatch, as in split(model, {model.main_input_name}), to try it, "
-            "or pass the layers as a list"
+            f"model is a {name} (model_type {kind!r}), which is none of the causal language models that split takes "
+            f"without an example (What works in docs/hugging-face.md): give one microbatch, as in split(model, "
+            f"{model.main_input_name}), to try it, or pass the layers as a list"
         )
     else:
         layout = _find_parts(model, example, run)

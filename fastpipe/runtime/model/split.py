@@ -55,8 +55,8 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
             * A model of Hugging Face's transformers with a list of blocks, such as a causal or masked language model or
               a classifier: what precedes the blocks, every block, and what follows them. The result has ``loss_fn`` and
               ``num_tokens`` for ``Pipeline(loss_fn=, loss_reduction=)``; `Pipeline.step` takes the model's input and,
-              by name, ``attention_mask``, ``position_ids`` and what the example has, on every rank. Causal language
-              models of Llama, GPT-2, Qwen2, Qwen3, Mistral, Gemma and Gemma 2 need no example. Others are split by
+              by name, ``attention_mask``, ``position_ids`` and what the example has, on every rank. Most causal
+              language models, such as Llama, GPT-2, Qwen3 and DeepSeek-V3, need no example. Others are split by
               running an example, on which the layers are compared with the model.
             * Another module with an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of blocks, with an
               example: the part of its forward before the first block, every block, and every later module. Each block
