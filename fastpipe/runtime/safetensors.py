@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fastpipe.runtime.common import is_dtensor, listed
+from fastpipe.runtime.common import first_line, is_dtensor, listed
 from fastpipe.runtime.coordination import Reply
+from fastpipe.runtime.data_parallel import unwrapped
+from fastpipe.runtime.model import HuggingFaceStage
 from fastpipe.runtime.pipeline import Pipeline
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 logger = logging.getLogger("fastpipe")
+
+
+class _Source(NamedTuple):
+    """Tensors of the files that are read together, and a function that makes values of them, by their keys."""
+
+    names: Sequence[str]
+    make: Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def load_safetensors(path: str | os.PathLike[str], pipe: Pipeline) -> None:
     """Load the weights that ``save_pretrained`` of transformers wrote, or any files in that form. Collective.
 
     Each process reads the tensors of its own stages only. Stages on meta get memory before. Values are converted to the
-    dtype of the parameters. Of a tied weight one name is enough. Before anything changes, the ranks check that all keys
-    are there, with the right shapes.
+    dtype of the parameters. Of a tied weight one name is enough. For a model that `fastpipe.split` has split, names and
+    tensors that transformers changes when it loads (experts that are stored one by one, for example) are changed in the
+    same way. Before anything changes, the ranks check that all keys are there, with the right shapes.
 
     Args:
         path: a folder with ``model.safetensors.index.json`` and the files that it names, or with
@@ -36,29 +51,30 @@ def load_safetensors(path: str | os.PathLike[str], pipe: Pipeline) -> None:
     Raises:
         FileNotFoundError: if there are no such files.
         KeyError: for a key that the files lack.
-        ValueError: for another shape, or an index that is none.
+        ValueError: for another shape, quantized values, or an index that is none.
         ImportError: without the package safetensors.
         StepError: if another rank cannot load.
     """
     call = f"load_safetensors of {path}"
-    sources: dict[str, tuple[Path, str]] = {}
+    files: dict[str, Path] = {}
+    sources: list[_Source] = []
 
     def check() -> Reply:
         if find_spec("safetensors") is None:
             raise ImportError("fastpipe.load_safetensors needs safetensors: python -m pip install safetensors")
-        files = _files_of(path)
+        files.update(_files_of(path))
         state = pipe.state_dict()
-        sources.update(_sources(state, files, [tie.names for tie in pipe._local.ties], path))
-        _check_shapes(state, sources)
-        return {"there": list(files), "used": [*state, *(name for _, name in sources.values())]}
+        sources.extend(_sources(state, files, [tie.names for tie in pipe._local.ties], _model_in(pipe)))
+        _check(sources, state, files, path)
+        return {"there": list(files), "used": [*state, *(name for source in sources for name in source.names)]}
 
     def read() -> Reply:
         state = pipe.to_empty().state_dict()
-        with torch.no_grad():
-            for file, keys in _by_file(sources).items():
-                with _opened(file, pipe.device) as tensors:
-                    for key in keys:
-                        _copy(state[key], tensors.get_tensor(sources[key][1]))
+        with torch.no_grad(), _Tensors(files, pipe.device) as tensors:
+            for source in sources:
+                for key, value in source.make([tensors.read(name) for name in source.names]).items():
+                    if key in state:
+                        _copy(state[key], value)
         pipe._steps.copies.loaded()
         return {}
 
@@ -103,45 +119,158 @@ def _opened(file: Path, device: torch.device) -> Any:
         raise ValueError(f"{file} is no safetensors file: {error}") from None
 
 
+class _Tensors:
+    """The tensors of files by name. A file is opened when the first of its tensors is asked for.
+
+    Args:
+        files: the file of every tensor.
+        device: where they are read to.
+    """
+
+    def __init__(self, files: Mapping[str, Path], device: torch.device) -> None:
+        self._files, self._device = files, device
+        self._stack = contextlib.ExitStack()
+        self._open: dict[Path, tuple[Any, set[str]]] = {}
+
+    def __enter__(self) -> _Tensors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _file_of(self, name: str) -> Any:
+        path = self._files[name]
+        if path not in self._open:
+            opened = self._stack.enter_context(_opened(path, self._device))
+            self._open[path] = opened, set(opened.keys())
+        file, names = self._open[path]
+        if name not in names:
+            raise KeyError(f"{path} has no {name!r}, which {INDEX} says it has; save the model again")
+        return file
+
+    def description(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of a tensor, which is not read."""
+        found = self._file_of(name).get_slice(name)
+        return tuple(found.get_shape()), found.get_dtype()
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor."""
+        found: torch.Tensor = self._file_of(name).get_tensor(name)
+        return found
+
+
+def _model_in(pipe: Pipeline) -> Any:
+    """The model of transformers of which this process has stages; None without."""
+    stages = (unwrapped(module) for module in pipe.stage_modules.values())
+    return next((stage.as_model() for stage in stages if isinstance(stage, HuggingFaceStage)), None)
+
+
 def _sources(
-    state: Mapping[str, Any], files: Mapping[str, Path], ties: Sequence[Sequence[str]], path: Any
-) -> dict[str, tuple[Path, str]]:
-    """For every key of a state, the file and the name in it."""
-    found = {}
-    for key in state:
-        names = [key, *(other for names in ties if key in names for other in names)]
-        name = next((name for name in names if name in files), None)
-        if name is None:
-            raise KeyError(
-                f"{os.fspath(path)} has no {key!r}, which the pipeline needs; it has {listed(sorted(files))}: pass "
-                "a file saved from a model of the same class; transformers saves some with other names, and experts "
-                "one by one: save those with model.save_pretrained(folder, save_original_format=False)"
-            )
-        found[key] = files[name], name
-    return found
+    state: Mapping[str, Any], files: Iterable[str], ties: Sequence[Sequence[str]], model: Any
+) -> list[_Source]:
+    """Where the values of a state come from, in the files' names.
+
+    A tensor of the files belongs to a key by its own name, or by that which transformers gives it; several may be the
+    parts of one value.
+    """
+    names_of = {key: [key, *(other for names in ties if key in names for other in names)] for key in state}
+    known = dict.fromkeys((name for names in names_of.values() for name in names), True)
+    rename, converters = (_as_it_is, {}) if model is None else _conversions(model, known)
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for file_name in sorted(files, key=_numbers_as_such):
+        name, pattern = rename(file_name)
+        if name in known and pattern is not None:
+            parts.setdefault(name, []).append((file_name, pattern))
+        elif name in known:
+            parts[name] = [(file_name, "")]
+    sources = []
+    for key, names in names_of.items():
+        name = next((name for name in names if name in parts), key)
+        for file_name, pattern in parts.get(name, ())[:1]:
+            if pattern:
+                joined = partial(_joined, converters[pattern], model, name, parts[name])
+                sources.append(_Source([part for part, _ in parts[name]], joined))
+            else:
+                sources.append(_Source([file_name], partial(_only, key)))
+    return sources
 
 
-def _by_file(sources: Mapping[str, tuple[Path, str]]) -> dict[Path, list[str]]:
-    found: dict[Path, list[str]] = {}
-    for key, (file, _) in sources.items():
-        found.setdefault(file, []).append(key)
-    return found
+def _as_it_is(name: str) -> tuple[str, None]:
+    return name, None
 
 
-def _check_shapes(state: Mapping[str, Any], sources: Mapping[str, tuple[Path, str]]) -> None:
-    for file, keys in _by_file(sources).items():
-        with _opened(file, torch.device("cpu")) as tensors:
-            there = set(tensors.keys())
-            for key in keys:
-                name = sources[key][1]
-                if name not in there:
-                    raise KeyError(f"{file} has no {name!r}, which {INDEX} says it has; save the model again")
-                shape = tuple(tensors.get_slice(name).get_shape())
-                if shape != tuple(state[key].shape):
-                    raise ValueError(
-                        f"{key} has shape {tuple(state[key].shape)} in the pipeline but {shape} in {file}: build the "
-                        "pipeline of the same model"
-                    )
+def _conversions(model: Any, known: dict[str, bool]) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any]]:
+    """How transformers loads a model: a function from a name in a file to that of the value, with the pattern of the
+    converter that makes the value; and the converters by these patterns."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+
+    def rename(name: str) -> tuple[str, str | None]:
+        found: tuple[str, str | None] = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        return found if found[0] in known or name not in known else (name, None)
+
+    return rename, {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+
+def _only(key: str, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: tensors[0]}
+
+
+def _joined(
+    converter: Any, model: Any, key: str, names: Sequence[tuple[str, str]], tensors: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What a converter of transformers makes of tensors; those of other keys, too, if it splits them."""
+    converter = copy.deepcopy(converter)  # it collects tensors
+    for (name, pattern), tensor in zip(names, tensors, strict=True):
+        converter.add_tensor(key, name, pattern, tensor)
+    made = converter.convert(key, model=model, config=model.config)
+    return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+
+
+def _numbers_as_such(name: str) -> list[str | int]:
+    """For sorting: expert 2 before expert 10."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
+
+
+def _check(sources: Sequence[_Source], state: Mapping[str, Any], files: Mapping[str, Path], path: Any) -> None:
+    """Compare what the files have with a state, without reading values."""
+    found: set[str] = set()
+    with _Tensors(files, torch.device("cpu")) as tensors:
+        for source in sources:
+            described = [tensors.description(name) for name in source.names]
+            where = f"{listed(source.names)} in {files[source.names[0]]}"
+            try:
+                made = source.make([torch.empty(shape, device="meta") for shape, _ in described])
+            except Exception as error:  # raised again with what was read
+                raise ValueError(f"transformers cannot load {where}: {first_line(error)}") from error
+            for key in state.keys() & made.keys():
+                _check_value(key, state[key], made[key].shape, described, where)
+                found.add(key)
+    if missing := [key for key in state if key not in found]:
+        raise KeyError(
+            f"{os.fspath(path)} has no {missing[0]!r}, which the pipeline needs; it has {listed(sorted(files))}: pass "
+            "a file saved from a model of the same class"
+        )
+
+
+def _check_value(
+    key: str, target: Any, shape: Sequence[int], described: Sequence[tuple[Sequence[int], str]], where: str
+) -> None:
+    if tuple(shape) != tuple(target.shape):
+        raise ValueError(
+            f"{key} has shape {tuple(target.shape)} in the pipeline but {tuple(shape)} in {where}: build the pipeline "
+            "of the same model"
+        )
+    quantized = [dtype for _, dtype in described if dtype not in _FLOATS]
+    if quantized and target.dtype.itemsize > 1 and target.dtype.is_floating_point:
+        raise ValueError(
+            f"{key} is {target.dtype} in the pipeline but {quantized[0]}, which is quantized, in {where}: load it with "
+            "from_pretrained of transformers, dequantized, and save it again"
+        )
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:

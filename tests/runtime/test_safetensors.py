@@ -86,7 +86,7 @@ def test_what_is_not_in_the_files_is_named(tmp_path: Path, caplog: pytest.LogCap
 
     with pytest.raises(
         KeyError,
-        match=r"has no 'model\.norm\.weight', which the pipeline needs; it has .*same class.*save_original_format",
+        match=r"has no 'model\.norm\.weight', which the pipeline needs; it has .*same class",
     ):
         load({name: value for name, value in good.items() if name != "model.norm.weight"})
     with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(32,\) in the pipeline but \(31,\) in "):
@@ -96,6 +96,38 @@ def test_what_is_not_in_the_files_is_named(tmp_path: Path, caplog: pytest.LogCap
         load(good | {"model.layers.0.rotary_emb.inv_freq": torch.zeros(4)})
     assert "tensors that no stage has, and that are not loaded (1): model.layers.0.rotary_emb.inv_freq" in caplog.text
     assert_like(pipe, decoder("llama"), 9)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_files_of_the_model_without_a_head(kind: str, tmp_path: Path) -> None:
+    """Their names lack a prefix; the head is the embedding."""
+    whole = decoder(kind)
+    whole.base_model.save_pretrained(tmp_path)
+    assert not any(name.startswith(whole.base_model_prefix) for name in load_file(tmp_path / "model.safetensors"))
+    pipe = build(on_meta(kind))
+    fastpipe.load_safetensors(tmp_path, pipe)
+    assert_like(pipe, whole, 9)
+
+
+def test_experts_that_are_stored_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = decoder("mixtral")
+    whole.save_pretrained(tmp_path, max_shard_size="30KB")
+    with caplog.at_level(logging.WARNING, "fastpipe"):
+        fastpipe.load_safetensors(tmp_path, build(decoder("mixtral", initializer_range=0.5)))
+    assert not caplog.records
+    whole.save_pretrained(tmp_path / "whole")
+    file = tmp_path / "whole" / "model.safetensors"
+    good = load_file(file)
+    up = [name for name in good if name.endswith(".w3.weight")]
+    assert len(up) == 4 * whole.config.num_hidden_layers
+    for wrong, text in (
+        ({name: value for name, value in good.items() if name != up[0]}, "transformers cannot load .*: Sizes of"),
+        (good | {up[0]: torch.zeros(3, 5)}, "transformers cannot load .*: stack expects"),
+        (good | {up[0]: good[up[0]].to(torch.float8_e4m3fn)}, "is torch.float32 in the pipeline but F8_E4M3, which is"),
+    ):
+        save_file(wrong, file, {"format": "pt"})
+        with pytest.raises(ValueError, match=text):
+            fastpipe.load_safetensors(tmp_path / "whole", build(on_meta("mixtral")))
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ from fastpipe.runtime.model.cuts import (
     layer_ranges,
     restored,
 )
+from fastpipe.runtime.model.hugging_face import HuggingFaceStage
 from fastpipe.runtime.model.modules import (
     NamedTensor,
     RestOfModel,

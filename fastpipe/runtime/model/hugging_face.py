@@ -292,6 +292,12 @@ class HuggingFaceStage(WholeNames):
         """The accepted keyword arguments."""
         return self._names | {self._main} if self._takes_main else self._names
 
+    def as_model(self) -> Any:
+        """The model with the modules of this stage only, for functions of transformers."""
+        model = shallow(self._parts[0])
+        torch_private.set_children(model, children_of(self))
+        return model
+
     def compute_buffers(self, empty: Collection[int]) -> None:
         """Compute buffers that no checkpoint has, such as rotary embeddings, as transformers does."""
         own = [module for module in self.modules() if any(id(b) in empty for b in module.buffers(recurse=False))]
