@@ -422,9 +422,7 @@ def leave_groups(groups: Iterable[Any], device: torch.device) -> None:
             continue
         runtime.drop_backends(group)
         # dropped in a thread: its end waits for its own threads, which may still serve peers
-        for thread in aside([backend.clear], "fastpipe-leave"):
-            # torch takes the GIL after that end, which in an interpreter that exits ends the process with SIGABRT
-            atexit.register(thread.join, _LEAVING)
+        aside([backend.clear], "fastpipe-leave")
 
 
 def _name_of(dimension: str, group: Any) -> tuple[str, tuple[int, ...]]:
@@ -444,8 +442,6 @@ They also request that dump. The first NCCL group of a process, which may be the
 after TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 8 minutes. Our groups write none. For a group of the user's only the user can
 change that, before it is created (docs/guide.md)."""
 
-_LEAVING = 2.0
-"""Seconds to wait at exit for the end of a Gloo group, which takes milliseconds unless its peers are silent."""
 _CLOSING = 10.0
 """Seconds to wait for a device when groups are closed; with a dead peer it never finishes."""
 
