@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 from fastpipe.runtime import native
 from fastpipe.runtime.common import (
     CPU,
+    SHORT_EXIT_SECONDS,
     STORE_SECONDS,
     Failure,
     FailureError,
@@ -272,7 +273,7 @@ def _joined_store(rank: int, size: int, timeout: float) -> Any:
     def join() -> Any:
         # under torchrun its agent holds the store
         is_master = rank == 0 and not shares_store()
-        store = c10d.TCPStore(host, port, size, is_master, limit, multi_tenant=True)
+        store = c10d.TCPStore(host, port, size, is_master, limit, wait_for_workers=False, multi_tenant=True)
         if shares_store():
             check_job(store, decides=rank == 0)
             return distributed_c10d.PrefixStore(name_attempt(store, rank, size, timeout), store)
@@ -314,7 +315,7 @@ def _await_all(store: Any, rank: int, size: int, timeout: float) -> None:
     Raises:
         FailureError: if one does not come in time, or was started with another number.
     """
-    keys = [f"fastpipe/size/{other}" for other in range(size)]
+    keys, late = [f"fastpipe/size/{other}" for other in range(size)], "fastpipe/late"
     store.set(keys[rank], str(size))
     missing = list(range(size))
     for pause in pauses(timeout):
@@ -328,7 +329,13 @@ def _await_all(store: Any, rank: int, size: int, timeout: float) -> None:
                 )
         if not missing:
             return
+        if store.check([late]):
+            missing = [int(store.get(late))]
+            break
         time.sleep(pause)
+    else:
+        store.set(late, str(missing[0]))
+        time.sleep(SHORT_EXIT_SECONDS)  # the others read it before the store ends with its process
     raise lost_peer(
         f"rank {missing[0]} did not start within {timeout:g} s; see what it is doing, set a longer timeout, or start "
         f"as many processes as WORLD_SIZE = {size} says, each with a RANK of its own",
