@@ -43,7 +43,15 @@ from fastpipe.runtime.common import (
     torch_private,
     wait_until_idle,
 )
-from fastpipe.runtime.coordination import Identity, RanksPerHost, check_job, identify, name_attempt, shares_store
+from fastpipe.runtime.coordination import (
+    Identity,
+    RanksPerHost,
+    check_job,
+    has_exited,
+    identify,
+    name_attempt,
+    shares_store,
+)
 
 logger = logging.getLogger("fastpipe")
 _made: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -100,9 +108,24 @@ class Membership:
 
     def identity(self, rank: int) -> Identity | None:
         """Identity of a member; None if it has not started to create a pipeline."""
-        store, key = _default_store(self.timeout), self.attempt + _process_key(self.ranks[rank])
+        return self._identity_of(self.ranks[rank])
+
+    def _identity_of(self, process: int) -> Identity | None:
+        store, key = _default_store(self.timeout), self.attempt + _process_key(process)
         found: Identity | None = json.loads(store.get(key)) if store.check([key]) else None
         return found
+
+    def lost_in(self, group: Any) -> list[int]:
+        """After a collective of a group has raised: the processes of other pipelines that have exited within a short
+        time; all of other pipelines if it is not known of any."""
+        others = [process for process in dist.get_process_group_ranks(group) if process not in self.ranks]
+        with contextlib.suppress(RuntimeError):  # of a store that is gone
+            identities = {process: self._identity_of(process) for process in others}
+            for pause in pauses(SHORT_EXIT_SECONDS):
+                if exited := [process for process, found in identities.items() if found and has_exited(found)]:
+                    return exited
+                time.sleep(pause)
+        return others
 
 
 def ranks_per_host(timeout: float = 600.0) -> RanksPerHost:
