@@ -7,15 +7,17 @@ A save writes into ``.<name>.<token>.saving`` next to its target. When every pro
 3. renames the new folder to the target, and
 4. removes the replaced one.
 
-If killed before step 2 or after step 3, the target is complete; in between, `locate` returns the replaced one. The next
-save of the same target removes the folders of killed saves; a lock on the manifest marks a running save. Only files of
-checkpoints are deleted.
+If killed before step 2 or after step 3, the target is complete; in between, `locate` returns the replaced one. A save
+holds a lock on the file ``.<name>.lock``: another process cannot save to the same target meanwhile, and the next save
+removes the folders of killed ones. Only files of checkpoints are deleted.
 
 The files are those of ``torch.distributed.checkpoint``, but this module does not need torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -240,26 +242,30 @@ class Save:
 
     Raises:
         OSError: if it cannot be made, with the path of the checkpoint.
+        RuntimeError: while another process saves to the same path.
     """
 
     def __init__(self, target: Path) -> None:
         self._target = target
         try:
-            self._begin(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = _Lock(target)
+            try:
+                self._begin(target)
+            except BaseException:  # raised again, without the lock
+                self._lock.release()
+                raise
         except OSError as error:
             text = f"path = {str(target)!r}: its parent folder cannot be written: {error.strerror}"
             raise OSError(error.errno, text, error.filename) from None
 
     def _begin(self, target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for path in target.parent.iterdir():
+        for path in target.parent.iterdir() if self._lock.is_held else ():
             saving = _SAVING.fullmatch(path.name)
-            if saving and saving[1] == target.name and not _is_locked(path / MANIFEST):
+            if saving and saving[1] == target.name:
                 _remove(path)
         self.folder = target.parent / f".{target.name}.{secrets.token_hex(4)}.saving"
         self.folder.mkdir()
-        self._manifest = open(self.folder / MANIFEST, "w")  # noqa: SIM115 - its lock marks the save as running
-        _lock(self._manifest)
 
     def complete(self, step: int, ranks: int, files: Mapping[str, tuple[int, int]], keep: int | None) -> None:
         """Rename the new folder to the target. All files are on disk.
@@ -276,9 +282,10 @@ class Save:
         check_target(self._target)
         others = self._others()
         saved = max([time.time_ns(), *(other.saved + 1 for other in others.values())])
-        self._manifest.write(Manifest(saved, step, ranks, files).to_json())
-        self._manifest.flush()
-        os.fsync(self._manifest.fileno())
+        with open(self.folder / MANIFEST, "w") as manifest:
+            manifest.write(Manifest(saved, step, ranks, files).to_json())
+            manifest.flush()
+            os.fsync(manifest.fileno())
         sync_folder(self.folder)
         replaced = _replaced(self._target)
         if self._target.exists():
@@ -286,16 +293,16 @@ class Save:
             os.rename(self._target, replaced)
         os.rename(self.folder, self._target)
         sync_folder(self._target.parent)
-        self._manifest.close()
         _remove(replaced)
         if keep is not None:
             for path in _older(others, keep - 1):
                 _remove(path)
+        self._lock.release()
 
     def discard(self) -> None:
         """Remove the files of a failed save. The next save removes what other processes still write."""
-        self._manifest.close()
         _remove(self.folder)
+        self._lock.release()
 
     def _others(self) -> dict[Path, Manifest]:
         """The other checkpoints in the same folder that have a manifest, complete or not."""
@@ -349,24 +356,44 @@ def _remove(folder: Path) -> None:
         logger.warning("the old checkpoint %s was not removed: %s", folder, error)
 
 
-def _lock(file: Any) -> None:
-    """Lock until the file is closed or the process ends. Unlike with flock, forked processes do not hold the lock."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        logger.debug("%s cannot be locked: %s", file.name, error)
+class _Lock:
+    """The lock of a target; ends with the process. Unlike with flock, forked processes do not hold it.
 
+    Attributes:
+        is_held: false on a file system without locks.
 
-def _is_locked(path: Path) -> bool:
-    """Whether the save is running; true if the file system has no locks."""
-    try:
-        with open(path, "r+b") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
+    Raises:
+        RuntimeError: if another process holds it.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._path = target.parent / f".{target.name}.lock"
+        while True:
+            self._file = open(self._path, "w")  # noqa: SIM115 - closed by `release`
+            self.is_held = self._lock(target)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
+                    return
+            self._file.close()  # the process that held it has removed it
+
+    def _lock(self, target: Path) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                logger.debug("%s cannot be locked: %s", self._path, error)
+                return False
+            self._file.close()
+            raise RuntimeError(
+                f"path = {str(target)!r}: another process is saving to this path: give each job a folder of its own"
+            ) from None
         return True
-    return False
+
+    def release(self) -> None:
+        """Remove the file while it is locked, so that nobody locks one that is removed later."""
+        if not self._file.closed:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
 
 
 def sync_folder(folder: Path) -> None:

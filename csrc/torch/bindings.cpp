@@ -3,10 +3,13 @@
 #include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -55,6 +58,19 @@ std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
                                     std::vector<c10::Stream> streams) {
   return std::make_unique<Runner>(to_program(rank, columns, channels), stages, connect, timeout, device,
                                   static_cast<PairWay>(pairs), std::move(streams));
+}
+
+// Python before 3.14 ends a thread that takes the GIL while the interpreter exits, by unwinding its stack. Through
+// torch that terminates the process, of a rank that has raised and left a collective to a thread, for example. Such a
+// thread is paused instead, until the process ends; it ends anyhow if the exit waits for that thread. Called at exit, in
+// the main thread.
+void pause_ending_threads() {
+  static const std::thread::id main = std::this_thread::get_id();
+  static const std::terminate_handler otherwise = std::get_terminate();
+  std::set_terminate([] {
+    if (std::this_thread::get_id() != main) std::this_thread::sleep_for(std::chrono::seconds(10));
+    otherwise();
+  });
 }
 
 // The programs of all ranks.
@@ -355,6 +371,7 @@ PYBIND11_MODULE(_runtime, m) {
   using namespace fastpipe;
   m.doc() = "fastpipe's native runtime";
   py::register_local_exception_translator(translate);
+  py::module_::import("atexit").attr("register")(py::cpp_function(&pause_ending_threads));
 
   bind_transports(m);
   bind_shared_memory(m);

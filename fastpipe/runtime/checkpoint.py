@@ -58,7 +58,17 @@ from fastpipe.checkpoint_folder import (
 )
 from fastpipe.errors import StepError
 from fastpipe.placement import is_whole
-from fastpipe.runtime.common import Failure, FailureError, attended, cause_text, listed, torch_private, waiting
+from fastpipe.runtime.common import (
+    Failure,
+    FailureError,
+    attended,
+    cause_text,
+    listed,
+    lost_named,
+    lost_text,
+    torch_private,
+    waiting,
+)
 from fastpipe.runtime.coordination import Control, Reply
 from fastpipe.runtime.pipeline import Pipeline
 from fastpipe.runtime.transport import drop_side_group, side_group
@@ -395,6 +405,11 @@ def _errors_of_dcp(call: str, group: Any) -> Iterator[None]:
         raise StepError(f"rank {first} failed in {call}: {cause}", rank=first, cause=cause) from error
 
 
+def _lost_named(pipe: Pipeline, group: Any) -> contextlib.AbstractContextManager[None]:
+    """Context of DCP's collectives. The ranks of this pipeline watch each other; the others may be lost, too."""
+    return lost_named("", lambda: pipe._site.member.lost_in(group or dist.group.WORLD))
+
+
 def save_checkpoint(
     path: str | os.PathLike[str],
     pipe: Pipeline,
@@ -460,11 +475,12 @@ def save_checkpoint(
     def write(replies: Sequence[Reply]) -> None:
         check_all_optimize(replies)
         if not asynchronous:
-            return _write(writers[0], state, group)
+            with _lost_named(pipe, group):
+                return _write(writers[0], state, group)
         timeout = pipe._steps.ranks.timeout
         # the script uses the other one meanwhile
         side = side_group("save_checkpoint", group, timeout)
-        peers = _Peers(pipe._steps.control, timeout, call)
+        peers = _Peers(pipe._steps.control, timeout, call, lambda: pipe._site.member.lost_in(side))
 
         def write_aside() -> None:
             with _errors_of_dcp(call, side), peers.explained():
@@ -507,10 +523,14 @@ class _Peers:
     """The ranks that save in the background with this one. Each writes its beats, and why it failed, as its place.
 
     The save does not depend on these: they explain an error of Gloo, which names no rank.
+
+    Args:
+        elsewhere: returns the processes of other pipelines that may be lost.
     """
 
-    def __init__(self, control: Control, timeout: float, call: str) -> None:
+    def __init__(self, control: Control, timeout: float, call: str, elsewhere: Callable[[], Sequence[int]]) -> None:
         self._control, self._step, self._call, self._timeout = control, control.step, call, timeout
+        self._elsewhere = elsewhere
         self._seconds, self._next, self._count = min(timeout / 4, _BEAT_SECONDS), 0.0, 0
 
     def lost(self) -> Failure | None:
@@ -551,7 +571,10 @@ class _Peers:
         if silent := [rank for rank in ranks if rank not in ended and before.get(rank) == after.get(rank)]:
             return Failure(silent[0], f"rank {listed(silent)} does not answer; see whether its process is stopped")
         advice = f"a process is silent, or writes for longer than timeout = {self._timeout:g} s: set a longer timeout"
-        return Failure(None, f"{cause_text(error)}; if this is a timeout, {advice}")
+        others = self._elsewhere()
+        return Failure(
+            None, f"{lost_text(others, error) if others else cause_text(error)}; if this is a timeout, {advice}"
+        )
 
     def _error(self, failure: Failure) -> StepError:
         return failure.error(f"failed in {self._call}")
@@ -650,7 +673,8 @@ def load_checkpoint(
         check_all_optimize(replies)
         _check_same_save(replies, path)
         _check_all_taken(_section(saved, "model"), replies, path)
-        load(state, storage_reader=readers[0], process_group=group, no_dist=not dist.is_initialized())
+        with _lost_named(pipe, group):
+            load(state, storage_reader=readers[0], process_group=group, no_dist=not dist.is_initialized())
 
     with _errors_of_dcp(call, group):
         pipe._steps.all_gather(call, prepare, read)

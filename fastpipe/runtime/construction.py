@@ -24,7 +24,7 @@ from fastpipe.hardware_queues import VARIABLE, queues_text, why_too_few
 from fastpipe.placement import Placement
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ExecutionArguments, process_group
-from fastpipe.runtime.common import FailureError, attended, on_meta, set_grad_dtype, wants_streams
+from fastpipe.runtime.common import FailureError, attended, lost_named, on_meta, set_grad_dtype, wants_streams
 from fastpipe.runtime.coordination import (
     Control,
     Cores,
@@ -39,6 +39,7 @@ from fastpipe.runtime.data_parallel import (
     check_not_sharded,
     check_parallel,
     find_data_parallel,
+    others_in,
     replicate,
     same_text,
 )
@@ -455,7 +456,7 @@ def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], worl
 
     Raises:
         ValueError: if a replica has other arguments.
-        FailureError: if a replica does not come within the timeout.
+        FailureError: if a replica exits, or does not come within the timeout.
     """
     compared: set[Any] = set()
     for stage in stages:
@@ -463,7 +464,9 @@ def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], worl
             continue
         compared.add(groups)
         compare = partial(same_text, str(sorted(arguments.items())), groups, parallel.device)
-        if not attended(compare, world.control.lost, timedelta(seconds=world.timeout)):
+        with lost_named(f"of the replicas of stage {stage.index}, ", partial(others_in, groups)):
+            same = attended(compare, world.control.lost, timedelta(seconds=world.timeout))
+        if not same:
             here = ", ".join(
                 f"{name} = {arguments[name]}"
                 for name in ("schedule", "num_microbatches", "partition", "loss_reduction", "split")

@@ -332,6 +332,16 @@ def test_processes_of_different_numbers_name_each_other(tmp_path: Path) -> None:
     assert "rank 0 could not build the pipeline: WORLD_SIZE = 2 on rank 0 and 3 on rank 1" in said[1]
 
 
+def test_a_process_that_does_not_start_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        common = ["WORLD_SIZE=3", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free.getsockname()[1]}"]
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(lambda rank: scripts.run(script, "10", *common, f"RANK={rank}"), range(2)))
+    assert all("rank 2 did not start within 10 s" in text for text in said), said
+
+
 @on_ranks(2)
 def test_groups_leave_no_keys_in_the_store() -> None:
     def keys() -> set[str]:

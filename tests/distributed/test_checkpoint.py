@@ -18,6 +18,7 @@ from torch import nn
 
 from fastpipe import MemoryCheckpoint, Pipeline, checkpoint_folder, latest_checkpoint, load_checkpoint, save_checkpoint
 from fastpipe.runtime import checkpoint
+from tests.distributed.meshes import mesh
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.distributed.test_awkward_errors import ERRORS
 from tests.distributed.test_step import caught, refuses
@@ -255,6 +256,29 @@ def test_killed_in_any_phase_the_one_before_it_loads(phase: str, asynchronous: b
         assert all_same(train(pipe, optimizer, range(saved, 3)), expected[saved:])
     save_checkpoint(path, pipe, optimizer, extra=3)
     assert [left.name for left in tmp_path.iterdir()] == ["a"] and load_checkpoint(path, pipe) == 3
+
+
+def die_in_a_save_of_replicas(folder: str, asynchronous: bool) -> str:
+    """Runs on every rank: what the survivors are told when one of another pipeline is killed."""
+    over = mesh()
+    pipe = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], "gpipe", 1, group=over["pp"], data_parallel=over["dp"])
+    if dist.get_rank() == 2:
+        die_at(checkpoint._SyncedFile, "write", 1)
+    with pytest.raises(RuntimeError) as error:
+        writing = save_checkpoint(folder, pipe, asynchronous=asynchronous)
+        if writing is not None:
+            writing.result()
+    if dist.get_rank() == 3:  # as a script does
+        os._exit(1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_replica_that_is_killed_in_a_save_is_named(asynchronous: bool, tmp_path: Path) -> None:
+    with ranks(4) as group:
+        group.start(die_in_a_save_of_replicas, str(tmp_path / "a"), asynchronous)
+        for text in group.results([0, 1]):
+            assert re.search(r"process(es \[| )2.* has exited, or has closed its connections", text), text
 
 
 def spoil_and_load(folder: str) -> tuple[str, str]:

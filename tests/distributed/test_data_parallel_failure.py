@@ -1,6 +1,7 @@
 """A step that fails in one replica: nobody waits for it, all are told, and the next step is right in both."""
 
 import contextlib
+import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -275,6 +276,22 @@ def test_replicas_are_not_built_over_a_group_that_has_failed() -> None:
     with mock.patch.dict(DataParallel.broken, {over.get_group("dp"): "process 1 has exited"}):
         kind, text, _ = caught(lambda: build("fsdp", "1f1b", "auto", over))
     assert kind == "ValueError" and "after a failure (process 1 has exited); make a new group" in text, (kind, text)
+
+
+def builds_without_a_replica() -> tuple[str, str]:
+    over = mesh()
+    if dist.get_rank() == 1:
+        os._exit(1)
+    made = [nn.Linear(2, 2)]
+    kind, text, _ = caught(lambda: Pipeline(made, "gpipe", 1, group=over["pp"], data_parallel=over["dp"]))
+    return kind, text
+
+
+def test_a_replica_that_exits_while_pipelines_are_built_is_named() -> None:
+    with ranks(2) as group:
+        group.start(builds_without_a_replica)
+        kind, text = group.results([0])[0]
+    assert kind == "StepError" and "of the replicas of stage 0, process 1 has exited" in text, text
 
 
 def steps_over_a_closed_group() -> str:

@@ -1,11 +1,15 @@
 """A store that does not answer is not waited for, and is not asked again before it does."""
 
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from fastpipe.runtime.common.waits import CircuitBreaker, pauses
+from tests import scripts
+from tests.conftest import skip_without_native
 
 
 def test_answers_come_through() -> None:
@@ -35,3 +39,24 @@ def test_who_does_not_answer_is_asked_again_only_after_the_answer() -> None:
             return
         time.sleep(pause)
     pytest.fail("not asked again")
+
+
+_EXIT = """
+import datetime, threading, time
+import torch.distributed as dist
+from fastpipe.runtime import native
+
+class Slow:
+    def __del__(self):
+        time.sleep(2)
+
+native.load()
+slow = Slow()  # until the interpreter exits
+wait = lambda: dist.HashStore().wait(["never"], datetime.timedelta(seconds=1))
+threading.Thread(target=wait, daemon=True).start()
+"""
+
+
+def test_a_wait_of_torch_that_ends_while_the_interpreter_exits_does_not_abort_the_process(tmp_path: Path) -> None:
+    skip_without_native()
+    scripts.command([sys.executable, "-c", _EXIT], tmp_path)

@@ -77,18 +77,20 @@ def test_killed_at_every_instant(targets: list[str], keep: int | None, tmp_path:
     assert number > 15 and states == {before, before + 1}
 
 
-def test_a_running_save_is_not_taken_for_a_killed_one(tmp_path: Path) -> None:
+def test_a_path_to_which_another_process_saves_is_refused(tmp_path: Path) -> None:
     """By another process, as locks are a process's."""
     save(tmp_path / "a", 1)
     running = Save(tmp_path / "a")
     child = os.fork()
     if child == 0:
         try:
-            save(tmp_path / "a", 2)
+            Save(tmp_path / "a")
+        except RuntimeError as error:
+            os._exit("another process is saving to this path: give each job a folder" not in str(error))
         finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert running.folder.is_dir() and step_in(latest_checkpoint(tmp_path)) == 2
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert running.folder.is_dir()
     running.discard()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -121,7 +123,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 def test_names_of_other_checkpoints_are_theirs(tmp_path: Path) -> None:
     """A killed save of ``a.b`` is not one of ``a``."""
     other = Save(tmp_path / "a.b")
-    other._manifest.close()  # as if its process had ended
+    other._lock._file.close()  # as if its process had ended
     save(tmp_path / "a", 1)
     assert other.folder.is_dir()
     save(tmp_path / "a.b", 2)

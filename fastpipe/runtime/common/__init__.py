@@ -21,9 +21,12 @@ from fastpipe.runtime.common.failure import (
     cause_text,
     failure_of,
     first_line,
+    is_lost_connection,
     listed,
     logged,
+    lost_named,
     lost_peer,
+    lost_text,
 )
 from fastpipe.runtime.common.guards import Calls, ForkGuard, keep_in_children
 from fastpipe.runtime.common.modules import (

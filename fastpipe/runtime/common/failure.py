@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import torch.distributed as dist
 
 from fastpipe.errors import StepError
 
@@ -116,6 +118,39 @@ def logged(what: str) -> Iterator[None]:
         yield
     except Exception:  # logged
         logger.exception("%s failed", what)
+
+
+@contextlib.contextmanager
+def lost_named(who: str, others: Callable[[], Sequence[int]]) -> Iterator[None]:
+    """Context of collectives of torch.distributed, whose errors name no process.
+
+    Args:
+        who: begins the cause, as in "of the replicas of stage 1, ".
+        others: the processes that may have been lost.
+
+    Raises:
+        FailureError: if the connection to a process is lost.
+    """
+    try:
+        yield
+    except FailureError:
+        raise
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        raise FailureError(Failure(None, who + lost_text(others(), error), is_fatal=True)) from error
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Whether a collective has lost a process. Gloo raises RuntimeErrors."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def lost_text(processes: Sequence[int], error: RuntimeError) -> str:
+    """The cause of a collective's error by one of these processes."""
+    which = f"process {processes[0]}" if len(processes) == 1 else f"one of the processes {list(processes)}"
+    what = "has exited, or has closed its connections after a failure"
+    return f"{which} {'does not respond' if 'Timed out' in str(error) else what}: {cause_text(error)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -30,4 +30,5 @@ from fastpipe.runtime.coordination.host import (
     name_attempt,
     shares_store,
 )
+from fastpipe.runtime.coordination.peers import has_exited
 from fastpipe.runtime.coordination.processes import MeshControl, Processes

@@ -54,6 +54,31 @@ def can_watch() -> bool:
     return True
 
 
+def _open_process(identity: Identity) -> int | None:
+    """A descriptor of a process of this host; None if it has exited."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = torch_private.process_descriptor(identity["pid"])
+        if torch_private.start_of_process(identity["pid"]) in ("", identity["started"]):
+            return descriptor
+        os.close(descriptor)
+    return None
+
+
+def has_exited(identity: Identity) -> bool:
+    """Whether a process of this host has exited; False if it cannot be watched."""
+    if not same_host(identity, identify()) or not can_watch():
+        return False
+    descriptor = _open_process(identity)
+    if descriptor is None:
+        return True
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    try:
+        return bool(poll.poll(0))
+    finally:
+        os.close(descriptor)
+
+
 class LocalPeers:
     """The other processes of this host.
 
@@ -83,13 +108,11 @@ class LocalPeers:
         """Watch a process if it is on this host and a descriptor is available; may be called again."""
         if rank in self.processes or rank in self.gone or not same_host(identity, identify()) or not can_watch():
             return
-        with contextlib.suppress(ProcessLookupError):
-            descriptor = torch_private.process_descriptor(identity["pid"])
-            if torch_private.start_of_process(identity["pid"]) in ("", identity["started"]):
-                self.processes[rank] = descriptor
-                return
-            os.close(descriptor)
-        self.gone.add(rank)
+        descriptor = _open_process(identity)
+        if descriptor is None:
+            self.gone.add(rank)
+        else:
+            self.processes[rank] = descriptor
 
     def ended(self) -> set[int]:
         """The ranks whose processes have exited."""

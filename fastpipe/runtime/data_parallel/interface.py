@@ -25,7 +25,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from fastpipe.runtime.common import Failure, FailureError, cause_text, children_of, listed, parameters_of
+from fastpipe.runtime.common import (
+    Failure,
+    FailureError,
+    cause_text,
+    children_of,
+    is_lost_connection,
+    listed,
+    lost_text,
+    parameters_of,
+)
 
 
 def same_text(text: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
@@ -39,6 +48,11 @@ def same_text(text: str, groups: Sequence[dist.ProcessGroup], device: torch.devi
     for group in groups:
         dist.all_reduce(num_others, group=group)
     return not int(num_others)
+
+
+def others_in(groups: Sequence[dist.ProcessGroup]) -> list[int]:
+    """The other processes of the groups."""
+    return sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)} - {dist.get_rank()})
 
 
 _LONGEST = 2000
@@ -174,15 +188,10 @@ class DataParallel(ABC):
         if isinstance(error, FailureError):
             self.broken[group] = error.failure.cause
             return
-        if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):  # of the arguments, say
+        if not is_lost_connection(error):  # of the arguments, say
             self.broken[group] = f"this replica of stage {self.stage} could not run a collective: {cause_text(error)}"
             return
-        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-        which = f"process {others[0]}" if len(others) == 1 else f"one of the processes {others}"
-        self.broken[group] = (
-            f"of the replicas of stage {self.stage}, {which} has exited, or has closed its connections after a "
-            f"failure: {cause_text(error)}"
-        )
+        self.broken[group] = f"of the replicas of stage {self.stage}, {lost_text(others_in([group]), error)}"
 
     def prepare(self) -> None:  # noqa: B027 - most are ready as they are
         """Raise errors of the wrapper before the ranks agree on a step, when no other rank waits."""

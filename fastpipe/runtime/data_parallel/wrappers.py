@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastpipe.runtime.common import listed, torch_private
+from fastpipe.runtime.common import listed, lost_named, torch_private
 from fastpipe.runtime.data_parallel.ddp import Replicated
 from fastpipe.runtime.data_parallel.fsdp import Sharded, is_sharded
-from fastpipe.runtime.data_parallel.interface import DataParallel
+from fastpipe.runtime.data_parallel.interface import DataParallel, others_in
 
 
 def find_data_parallel(module: nn.Module, stage: int) -> DataParallel | None:
@@ -65,6 +65,7 @@ def replicate(modules: Mapping[int, nn.Module], group: dist.ProcessGroup) -> dic
 
     Raises:
         ValueError: for a stage that has data parallelism already.
+        FailureError: if a replica exits meanwhile.
     """
     for stage, module in modules.items():
         if find_data_parallel(module, stage) is not None:
@@ -79,7 +80,11 @@ def replicate(modules: Mapping[int, nn.Module], group: dist.ProcessGroup) -> dic
                 "not take; apply fully_shard to its layers instead, with a mesh of two dimensions to replicate them, "
                 "the second of which may have size 1"
             )
-    return {stage: _wrapped(module, group) for stage, module in modules.items()}
+    wrapped = {}
+    for stage, module in modules.items():
+        with lost_named(f"of the replicas of stage {stage}, ", lambda: others_in([group])):
+            wrapped[stage] = _wrapped(module, group)
+    return wrapped
 
 
 def _wrapped(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:

@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 from fastpipe.runtime import native
 from fastpipe.runtime.common import (
     CPU,
+    SHORT_EXIT_SECONDS,
     STORE_SECONDS,
     Failure,
     FailureError,
@@ -42,7 +43,15 @@ from fastpipe.runtime.common import (
     torch_private,
     wait_until_idle,
 )
-from fastpipe.runtime.coordination import Identity, RanksPerHost, check_job, identify, name_attempt, shares_store
+from fastpipe.runtime.coordination import (
+    Identity,
+    RanksPerHost,
+    check_job,
+    has_exited,
+    identify,
+    name_attempt,
+    shares_store,
+)
 
 logger = logging.getLogger("fastpipe")
 _made: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -99,9 +108,24 @@ class Membership:
 
     def identity(self, rank: int) -> Identity | None:
         """Identity of a member; None if it has not started to create a pipeline."""
-        store, key = _default_store(self.timeout), self.attempt + _process_key(self.ranks[rank])
+        return self._identity_of(self.ranks[rank])
+
+    def _identity_of(self, process: int) -> Identity | None:
+        store, key = _default_store(self.timeout), self.attempt + _process_key(process)
         found: Identity | None = json.loads(store.get(key)) if store.check([key]) else None
         return found
+
+    def lost_in(self, group: Any) -> list[int]:
+        """After a collective of a group has raised: the processes of other pipelines that have exited within a short
+        time; all of other pipelines if it is not known of any."""
+        others = [process for process in dist.get_process_group_ranks(group) if process not in self.ranks]
+        with contextlib.suppress(RuntimeError):  # of a store that is gone
+            identities = {process: self._identity_of(process) for process in others}
+            for pause in pauses(SHORT_EXIT_SECONDS):
+                if exited := [process for process, found in identities.items() if found and has_exited(found)]:
+                    return exited
+                time.sleep(pause)
+        return others
 
 
 def ranks_per_host(timeout: float = 600.0) -> RanksPerHost:
@@ -272,7 +296,7 @@ def _joined_store(rank: int, size: int, timeout: float) -> Any:
     def join() -> Any:
         # under torchrun its agent holds the store
         is_master = rank == 0 and not shares_store()
-        store = c10d.TCPStore(host, port, size, is_master, limit, multi_tenant=True)
+        store = c10d.TCPStore(host, port, size, is_master, limit, wait_for_workers=False, multi_tenant=True)
         if shares_store():
             check_job(store, decides=rank == 0)
             return distributed_c10d.PrefixStore(name_attempt(store, rank, size, timeout), store)
@@ -314,7 +338,7 @@ def _await_all(store: Any, rank: int, size: int, timeout: float) -> None:
     Raises:
         FailureError: if one does not come in time, or was started with another number.
     """
-    keys = [f"fastpipe/size/{other}" for other in range(size)]
+    keys, late = [f"fastpipe/size/{other}" for other in range(size)], "fastpipe/late"
     store.set(keys[rank], str(size))
     missing = list(range(size))
     for pause in pauses(timeout):
@@ -328,7 +352,13 @@ def _await_all(store: Any, rank: int, size: int, timeout: float) -> None:
                 )
         if not missing:
             return
+        if store.check([late]):
+            missing = [int(store.get(late))]
+            break
         time.sleep(pause)
+    else:
+        store.set(late, str(missing[0]))
+        time.sleep(SHORT_EXIT_SECONDS)  # the others read it before the store ends with its process
     raise lost_peer(
         f"rank {missing[0]} did not start within {timeout:g} s; see what it is doing, set a longer timeout, or start "
         f"as many processes as WORLD_SIZE = {size} says, each with a RANK of its own",
@@ -422,9 +452,7 @@ def leave_groups(groups: Iterable[Any], device: torch.device) -> None:
             continue
         runtime.drop_backends(group)
         # dropped in a thread: its end waits for its own threads, which may still serve peers
-        for thread in aside([backend.clear], "fastpipe-leave"):
-            # torch takes the GIL after that end, which in an interpreter that exits ends the process with SIGABRT
-            atexit.register(thread.join, _LEAVING)
+        aside([backend.clear], "fastpipe-leave")
 
 
 def _name_of(dimension: str, group: Any) -> tuple[str, tuple[int, ...]]:
@@ -444,8 +472,6 @@ They also request that dump. The first NCCL group of a process, which may be the
 after TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 8 minutes. Our groups write none. For a group of the user's only the user can
 change that, before it is created (docs/guide.md)."""
 
-_LEAVING = 2.0
-"""Seconds to wait at exit for the end of a Gloo group, which takes milliseconds unless its peers are silent."""
 _CLOSING = 10.0
 """Seconds to wait for a device when groups are closed; with a dead peer it never finishes."""
 
