@@ -104,6 +104,11 @@ class PipelineTrainer(Trainer):
         self._scale[0] = tokens / float(num_items_in_batch or self.current_gradient_accumulation_steps)
         return self._run(self.pipe.step, inputs).loss.to(self.args.device)
 
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """As the loss counts them: a row with several labels once."""
+        counted = super()._get_num_items_in_batch(batch_samples, device)
+        return None if counted is None else sum(self._num_tokens(batch["labels"]) for batch in batch_samples)
+
     def _run(self, call: Any, inputs: Any, **options: Any) -> Any:
         options["num_microbatches"] = min(find_batch_size(inputs), self.pipe.num_microbatches)  # of a last batch, fewer
         with self.compute_loss_context_manager(), self.accelerator.autocast():

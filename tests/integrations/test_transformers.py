@@ -198,14 +198,19 @@ def other_model(name: str) -> Any:
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
     if name == "mixtral":
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=2))
-    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes, num_labels=3))
+    task = "multi_label_classification" if name == "several labels in a row" else None
+    return transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**sizes, num_labels=3, problem_type=task)
+    )
 
 
-@pytest.mark.parametrize("name", ["mixtral", "classifier"])
+@pytest.mark.parametrize("name", ["mixtral", "classifier", "several labels in a row"])
 def test_models_that_are_split_by_an_example(name: str, tmp_path: Path) -> None:
     data = rows(10, 0)
     if name == "classifier":
         data = [row | {"labels": row["labels"][0] % 3} for row in data]
+    elif name != "mixtral":
+        data = [row | {"labels": (row["labels"][:3] % 2).float()} for row in data]
     given = {"train_dataset": data, "eval_dataset": data[:6], "max_steps": 3, "per_device_train_batch_size": 4}
     given |= {"logging_steps": 1, "disable_tqdm": True, "save_strategy": "no"}
     example = {"input_ids": torch.stack([row["input_ids"] for row in data[:2]])}
