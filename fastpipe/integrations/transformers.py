@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import convert_to_fp32
+from accelerate.utils import convert_to_fp32, recursively_apply
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import Trainer, __version__
 from transformers.trainer_pt_utils import find_batch_size
@@ -74,8 +74,11 @@ class PipelineTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         options = {name: getattr(self.accelerator, name) for name in ("device", "rng_types", "use_seedable_sampler")}
         options |= {"num_processes": 1, "process_index": 0, "put_on_device": True, "data_seed": self.args.data_seed}
+        options |= {"dispatch_batches": False}  # else of an IterableDataset every process gets rows of its own
         self.accelerator.prepare_data_loader = lambda loader, *_, **__: prepare_data_loader(loader, **options)
         self.accelerator.gather = lambda values: values
+        self.gather_function = functools.partial(_own_rows, self.accelerator.gradient_state)
+        self.accelerator.gather_for_metrics = self.gather_function
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler = super()._get_train_sampler(*args, **kwargs)
@@ -116,6 +119,9 @@ class PipelineTrainer(Trainer):
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Loss, logits and labels of a batch, in every process."""
+        loader = self.accelerator.gradient_state.active_dataloader
+        if loader is not None:  # one of an IterableDataset does not know how many rows of the last batch count
+            loader.remainder = find_batch_size(inputs)
         self._scale[0] = 1.0
         result = self._run(self.pipe.eval_step, inputs, gather_outputs=not prediction_loss_only)
         loss = None if result.loss is None else result.loss.to(self.args.device)
@@ -152,3 +158,9 @@ class PipelineTrainer(Trainer):
         if checkpoint is not None:
             extra = fastpipe.load_checkpoint(Path(checkpoint) / FOLDER, self.pipe, self.optimizer.optimizer)
             self.lr_scheduler.load_state_dict(extra["scheduler"])
+
+
+def _own_rows(state: Any, values: Any, **_: Any) -> Any:
+    """What Accelerate gathers for metrics in one process: of a last batch only its rows, as the loss is repeated."""
+    rows = state.remainder if state.end_of_dataloader else -1
+    return recursively_apply(lambda tensor: tensor[:rows] if tensor.ndim else tensor, values) if rows > 0 else values

@@ -139,6 +139,18 @@ def test_the_order_of_an_epoch_does_not_depend_on_those_before(tmp_path: Path, m
     assert list(second) == orders[1]
 
 
+def test_every_process_reads_an_iterable_dataset_itself(tmp_path: Path) -> None:
+    """By default Accelerate's first process reads it, and sends each process other rows."""
+    made = trainer(tmp_path, train_dataset=Stream(rows(8, 0)), max_steps=1)
+    assert type(made.get_train_dataloader()).__name__ == "DataLoaderShard"
+
+
+def test_predictions_of_other_processes_are_not_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(tmp_path, eval_dataset=rows(6, 0), eval_use_gather_object=True, per_device_eval_batch_size=4)
+    monkeypatch.setattr("accelerate.accelerator.gather_object", lambda values: [values] * 2)
+    assert made.predict(made.eval_dataset).predictions.shape == (6, 6, 16)
+
+
 def test_several_gpus_of_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
     with pytest.raises(ValueError, match="n_gpu = 2: one process uses one GPU"):
@@ -150,11 +162,20 @@ def rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, data: list[Any]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
 SAVES = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
 CHANGED: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True, "max_steps": 1},  # later ones differ by their rounding
     "batches of fewer rows than microbatches": {"max_steps": 3, "per_device_eval_batch_size": 5},
     "dataloader_drop_last": {"dataloader_drop_last": True},
+    "an iterable dataset": {"train_dataset": Stream(rows(18, 0)), "eval_dataset": Stream(rows(6, 1))},
     "accumulation": {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False},
     "max_grad_norm": {"max_grad_norm": 0.0},
     "neftune": {"neftune_noise_alpha": 5.0},
