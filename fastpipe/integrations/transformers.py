@@ -48,6 +48,12 @@ class PipelineTrainer(Trainer):
         self.pipe = fastpipe.Pipeline(layers, loss_fn=scaled, loss_reduction=layers.num_tokens, **pipeline)
         if self.args.world_size not in (1, self.pipe.num_ranks):
             raise ValueError(f"{self.args.world_size} processes, {self.pipe.num_ranks} ranks: each must have one")
+        groups = self.optimizer.param_groups if self.optimizer else []
+        if {id(p) for group in groups for p in group["params"]} - {id(p) for p in self.pipe.parameters()}:
+            raise ValueError(
+                "optimizers: one has parameters that are not in trainer.pipe.parameters(); make it of these, and set"
+                " trainer.optimizer and trainer.lr_scheduler before train()"
+            )
         self._local = torch.nn.ModuleList(self.pipe.stage_modules.values())
 
     def _check(self) -> None:
@@ -62,6 +68,7 @@ class PipelineTrainer(Trainer):
         refused = {name: getattr(args, name, None) for name in REFUSED.split()}
         refused |= {"model_init": self.model_init, "compute_loss_func": self.compute_loss_func}
         refused |= {"compute_loss": own_loss and self.compute_loss}
+        refused |= {"label_names": args.label_names != ["labels"] and args.label_names}
         refused |= {"optim": re.search("(?i)lomo|layerwise", optim) and optim}  # these step within the backward
         refused |= {"train_sampling_strategy": args.world_size > 1 and "batch_rebalance" in sampling and sampling}
         for name in filter(refused.get, refused):

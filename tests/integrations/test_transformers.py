@@ -62,7 +62,7 @@ def model() -> Any:
 def trainer(tmp_path: Path, kind: Any = None, schedule: str = "1f1b", **changed: Any) -> Any:
     from fastpipe.integrations.transformers import PipelineTrainer
 
-    given = {"model", "compute_loss_func", "model_init", "train_dataset", "eval_dataset"} & changed.keys()
+    given = {"model", "compute_loss_func", "model_init", "train_dataset", "eval_dataset", "optimizers"} & changed.keys()
     example = changed.pop("example", None)
     others = {"model": model()} | {name: changed.pop(name) for name in given}
     if "model_init" in others:
@@ -80,6 +80,7 @@ def trainer(tmp_path: Path, kind: Any = None, schedule: str = "1f1b", **changed:
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor = 0.1: leave it out"),
         ({"bf16_full_eval": True}, "bf16_full_eval = True: leave it out"),
         ({"torch_compile": True}, "torch_compile = True: leave it out"),
+        ({"label_names": ["labels", "weights"]}, "label_names = .*weights.*: leave it out"),
         ({"optim": "lomo"}, "optim = .*lomo.*: leave it out"),
         ({"compute_loss_func": max}, "compute_loss_func = .*: leave it out"),
         ({"model_init": lambda: model()}, "model_init = .*: leave it out"),
@@ -108,6 +109,12 @@ def test_methods_of_another_trainer_that_would_not_be_called_are_refused(tmp_pat
         trainer(tmp_path, Mine)
     with pytest.raises(ValueError, match="compute_loss = .*Weighted.*: leave it out"):
         trainer(tmp_path, Weighted)
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    optimizers = (torch.optim.SGD(model().parameters()), None)
+    with pytest.raises(ValueError, match=r"optimizers: one has parameters .* set trainer.optimizer"):
+        trainer(tmp_path, optimizers=optimizers)
 
 
 def test_a_release_without_a_method_that_is_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
