@@ -26,8 +26,8 @@ pipe = fastpipe.Pipeline(layers, "zbv", 4, loss_fn, num_ranks=ranks)  # not prep
 optimizer = accelerator.prepare(torch.optim.AdamW(pipe.parameters(), lr=0.01))
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)  # not prepared: it would step once for every process
 loader = DataLoader(data, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(0))
-# every process has the same batches
-loader = prepare_data_loader(loader, accelerator.device, num_processes=1, process_index=0, put_on_device=True)
+same = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}  # every process has the same batches
+loader = prepare_data_loader(loader, accelerator.device, **same, put_on_device=True)
 
 for number, (x, target) in enumerate(loader):
     with accelerator.accumulate(), accelerator.autocast():

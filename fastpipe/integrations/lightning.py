@@ -73,18 +73,37 @@ class PipelineStrategy(DDPStrategy):
     def _setup_model(self, model: Any) -> Any:
         return model
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As DDP's; a "sum" is one over data, of which no process has its own."""
+        return tensor if reduce_op == "sum" else super().reduce(tensor, group, reduce_op)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the stages of every process, and the rest of Lightning's checkpoint once."""
-        rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
-        fastpipe.save_checkpoint(filepath, self.pipe, self.optimizers or None, extra=rest)
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else None  # not if save_weights_only
+        rest = {name: value for name, value in checkpoint.items() if name != "optimizer_states"}
+        stages = self._names_of_stages()
+        rest["state_dict"] = {name: value for name, value in rest["state_dict"].items() if name not in stages}
+        fastpipe.save_checkpoint(filepath, self.pipe, optimizers or None, extra=rest)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the stages and the optimizer, and return the rest."""
-        rest = fastpipe.load_checkpoint(checkpoint_path, self.pipe, self.optimizers or None)
-        return {**rest, "state_dict": {}, "optimizer_states": []}
+        fits = self.lightning_module.trainer.state.fn == "fit"
+        rest = fastpipe.load_checkpoint(checkpoint_path, self.pipe, self.optimizers or None if fits else None)
+        return {**rest, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has."""
+        """Load what is not in stages, as `load_checkpoint` has loaded these."""
+        state, stages = self.lightning_module.state_dict(), self._names_of_stages()
+        state |= {name: value for name, value in checkpoint["state_dict"].items() if name not in stages}
+        self.lightning_module.load_state_dict(state, strict)
+
+    def _names_of_stages(self) -> set[str]:
+        """What of the LightningModule's own state is also in stages; it may hold the unsplit model, too."""
+        module, stages = self.lightning_module, set(self.pipe.stage_modules.values())
+        held = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
+        names = tuple(f"{name}." for name, child in module.named_modules(remove_duplicate=False) if child in stages)
+        state = module.state_dict(keep_vars=True)
+        return {name for name, value in state.items() if id(value) in held or name.startswith(names)}
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Nothing: `load_checkpoint` has."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import convert_to_fp32
+from accelerate.utils import convert_to_fp32, recursively_apply
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import Trainer, __version__
 from transformers.trainer_pt_utils import find_batch_size
@@ -48,6 +48,12 @@ class PipelineTrainer(Trainer):
         self.pipe = fastpipe.Pipeline(layers, loss_fn=scaled, loss_reduction=layers.num_tokens, **pipeline)
         if self.args.world_size not in (1, self.pipe.num_ranks):
             raise ValueError(f"{self.args.world_size} processes, {self.pipe.num_ranks} ranks: each must have one")
+        groups = self.optimizer.param_groups if self.optimizer else []
+        if {id(p) for group in groups for p in group["params"]} - {id(p) for p in self.pipe.parameters()}:
+            raise ValueError(
+                "optimizers: one has parameters that are not in trainer.pipe.parameters(); make it of these, and set"
+                " trainer.optimizer and trainer.lr_scheduler before train()"
+            )
         self._local = torch.nn.ModuleList(self.pipe.stage_modules.values())
 
     def _check(self) -> None:
@@ -62,6 +68,7 @@ class PipelineTrainer(Trainer):
         refused = {name: getattr(args, name, None) for name in REFUSED.split()}
         refused |= {"model_init": self.model_init, "compute_loss_func": self.compute_loss_func}
         refused |= {"compute_loss": own_loss and self.compute_loss}
+        refused |= {"label_names": args.label_names != ["labels"] and args.label_names}
         refused |= {"optim": re.search("(?i)lomo|layerwise", optim) and optim}  # these step within the backward
         refused |= {"train_sampling_strategy": args.world_size > 1 and "batch_rebalance" in sampling and sampling}
         for name in filter(refused.get, refused):
@@ -74,8 +81,11 @@ class PipelineTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         options = {name: getattr(self.accelerator, name) for name in ("device", "rng_types", "use_seedable_sampler")}
         options |= {"num_processes": 1, "process_index": 0, "put_on_device": True, "data_seed": self.args.data_seed}
+        options |= {"dispatch_batches": False}  # else of an IterableDataset every process gets rows of its own
         self.accelerator.prepare_data_loader = lambda loader, *_, **__: prepare_data_loader(loader, **options)
         self.accelerator.gather = lambda values: values
+        self.gather_function = functools.partial(_own_rows, self.accelerator.gradient_state)
+        self.accelerator.gather_for_metrics = self.gather_function
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler = super()._get_train_sampler(*args, **kwargs)
@@ -104,6 +114,11 @@ class PipelineTrainer(Trainer):
         self._scale[0] = tokens / float(num_items_in_batch or self.current_gradient_accumulation_steps)
         return self._run(self.pipe.step, inputs).loss.to(self.args.device)
 
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """As the loss counts them: a row with several labels once."""
+        counted = super()._get_num_items_in_batch(batch_samples, device)
+        return None if counted is None else sum(self._num_tokens(batch["labels"]) for batch in batch_samples)
+
     def _run(self, call: Any, inputs: Any, **options: Any) -> Any:
         options["num_microbatches"] = min(find_batch_size(inputs), self.pipe.num_microbatches)  # of a last batch, fewer
         with self.compute_loss_context_manager(), self.accelerator.autocast():
@@ -111,6 +126,9 @@ class PipelineTrainer(Trainer):
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Loss, logits and labels of a batch, in every process."""
+        loader = self.accelerator.gradient_state.active_dataloader
+        if loader is not None:  # one of an IterableDataset does not know how many rows of the last batch count
+            loader.remainder = find_batch_size(inputs)
         self._scale[0] = 1.0
         result = self._run(self.pipe.eval_step, inputs, gather_outputs=not prediction_loss_only)
         loss = None if result.loss is None else result.loss.to(self.args.device)
@@ -147,3 +165,9 @@ class PipelineTrainer(Trainer):
         if checkpoint is not None:
             extra = fastpipe.load_checkpoint(Path(checkpoint) / FOLDER, self.pipe, self.optimizer.optimizer)
             self.lr_scheduler.load_state_dict(extra["scheduler"])
+
+
+def _own_rows(state: Any, values: Any, **_: Any) -> Any:
+    """What Accelerate gathers for metrics in one process: of a last batch only its rows, as the loss is repeated."""
+    rows = state.remainder if state.end_of_dataloader else -1
+    return recursively_apply(lambda tensor: tensor[:rows] if tensor.ndim else tensor, values) if rows > 0 else values

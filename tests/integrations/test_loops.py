@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import fastpipe
 from tests.runtime.examples import run
@@ -79,6 +80,70 @@ def test_lightning_s_strategy_says_what_it_needs(monkeypatch: pytest.MonkeyPatch
         _ = strategy.pipe
 
 
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lightning's Trainer with a strategy that makes no process group."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK"):  # Lightning sets them
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    import lightning
+
+    from fastpipe.integrations.lightning import PipelineStrategy
+
+    class Alone(PipelineStrategy):
+        def setup_environment(self) -> None: ...
+
+    options = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "use_distributed_sampler": False,
+    }
+    return lambda **changed: lightning.Trainer(strategy=Alone(), **options, **changed)
+
+
+@needs_lightning
+def test_a_checkpoint_of_lightning_has_what_is_not_in_the_pipeline(one_process: Any, tmp_path: Path) -> None:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+            self.register_buffer("count", torch.zeros(1))
+
+        def configure_model(self) -> None:
+            self.pipe = fastpipe.Pipeline(self.layers, "1f1b", 1, torch.nn.functional.mse_loss, num_ranks=2)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.pipe.parameters())
+
+        def training_step(self, batch: Any) -> None:
+            self.pipe.step(batch, target=batch)
+            self.optimizers().step()
+            self.count += 1
+
+    whole, weights = (str(tmp_path / name) for name in ("whole", "weights"))
+    trainer, first = one_process(max_steps=2, barebones=True), Module()
+    trainer.fit(first, DataLoader(torch.ones(2, 2)))
+    trainer.save_checkpoint(whole)
+    trainer.save_checkpoint(weights, weights_only=True)
+    second = Module()
+    one_process(max_steps=3, barebones=True).fit(second, DataLoader(torch.ones(3, 2)), ckpt_path=whole)
+    assert second.count == 3
+    with pytest.raises(KeyError, match="no state of an optimizer"):
+        one_process(barebones=True).fit(Module(), DataLoader(torch.ones(1, 2)), ckpt_path=weights)
+
+
+@needs_lightning
+def test_a_sum_of_logged_values_is_not_one_over_processes(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning.pytorch.strategies.ddp._sync_ddp_if_available", lambda value, *_, **__: value * 2)
+    assert one_process().strategy.reduce(torch.ones(()), reduce_op="sum") == 1
+
+
 @needs_lightning
 @pytest.mark.parametrize(
     ("changed", "message"),
@@ -90,31 +155,19 @@ def test_lightning_s_strategy_says_what_it_needs(monkeypatch: pytest.MonkeyPatch
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
     ],
 )
-def test_what_lightning_would_not_follow_is_refused(
-    changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lightning_would_not_follow_is_refused(changed: dict[str, Any], message: str, one_process: Any) -> None:
     """Before a process group is made; what a Trainer on CPUs does not take is set in its place."""
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK"):  # Lightning sets them
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
     import lightning
     from lightning.pytorch.plugins.precision import MixedPrecision
-
-    from fastpipe.integrations.lightning import PipelineStrategy
 
     class Module(lightning.LightningModule):
         def training_step(self, batch: Any) -> None: ...
 
         def configure_optimizers(self) -> None: ...
 
-    class Alone(PipelineStrategy):
-        def setup_environment(self) -> None: ...
-
     module = Module()
     module.automatic_optimization = changed.pop("automatic", False)
     if changed.pop("precision", None):
         changed["plugins"] = MixedPrecision("16-mixed", "cpu")
-    options = {"accelerator": "cpu", "devices": 1, "strategy": Alone(), "logger": False, "enable_checkpointing": False}
     with pytest.raises(Exception, match=message):
-        lightning.Trainer(**options, **changed).fit(module, [0])
+        one_process(**changed).fit(module, [0])

@@ -62,7 +62,7 @@ def model() -> Any:
 def trainer(tmp_path: Path, kind: Any = None, schedule: str = "1f1b", **changed: Any) -> Any:
     from fastpipe.integrations.transformers import PipelineTrainer
 
-    given = {"model", "compute_loss_func", "model_init", "train_dataset", "eval_dataset"} & changed.keys()
+    given = {"model", "compute_loss_func", "model_init", "train_dataset", "eval_dataset", "optimizers"} & changed.keys()
     example = changed.pop("example", None)
     others = {"model": model()} | {name: changed.pop(name) for name in given}
     if "model_init" in others:
@@ -80,6 +80,7 @@ def trainer(tmp_path: Path, kind: Any = None, schedule: str = "1f1b", **changed:
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor = 0.1: leave it out"),
         ({"bf16_full_eval": True}, "bf16_full_eval = True: leave it out"),
         ({"torch_compile": True}, "torch_compile = True: leave it out"),
+        ({"label_names": ["labels", "weights"]}, "label_names = .*weights.*: leave it out"),
         ({"optim": "lomo"}, "optim = .*lomo.*: leave it out"),
         ({"compute_loss_func": max}, "compute_loss_func = .*: leave it out"),
         ({"model_init": lambda: model()}, "model_init = .*: leave it out"),
@@ -108,6 +109,12 @@ def test_methods_of_another_trainer_that_would_not_be_called_are_refused(tmp_pat
         trainer(tmp_path, Mine)
     with pytest.raises(ValueError, match="compute_loss = .*Weighted.*: leave it out"):
         trainer(tmp_path, Weighted)
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    optimizers = (torch.optim.SGD(model().parameters()), None)
+    with pytest.raises(ValueError, match=r"optimizers: one has parameters .* set trainer.optimizer"):
+        trainer(tmp_path, optimizers=optimizers)
 
 
 def test_a_release_without_a_method_that_is_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +146,18 @@ def test_the_order_of_an_epoch_does_not_depend_on_those_before(tmp_path: Path, m
     assert list(second) == orders[1]
 
 
+def test_every_process_reads_an_iterable_dataset_itself(tmp_path: Path) -> None:
+    """By default Accelerate's first process reads it, and sends each process other rows."""
+    made = trainer(tmp_path, train_dataset=Stream(rows(8, 0)), max_steps=1)
+    assert type(made.get_train_dataloader()).__name__ == "DataLoaderShard"
+
+
+def test_predictions_of_other_processes_are_not_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(tmp_path, eval_dataset=rows(6, 0), eval_use_gather_object=True, per_device_eval_batch_size=4)
+    monkeypatch.setattr("accelerate.accelerator.gather_object", lambda values: [values] * 2)
+    assert made.predict(made.eval_dataset).predictions.shape == (6, 6, 16)
+
+
 def test_several_gpus_of_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
     with pytest.raises(ValueError, match="n_gpu = 2: one process uses one GPU"):
@@ -150,11 +169,20 @@ def rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, data: list[Any]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
 SAVES = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
 CHANGED: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True, "max_steps": 1},  # later ones differ by their rounding
     "batches of fewer rows than microbatches": {"max_steps": 3, "per_device_eval_batch_size": 5},
     "dataloader_drop_last": {"dataloader_drop_last": True},
+    "an iterable dataset": {"train_dataset": Stream(rows(18, 0)), "eval_dataset": Stream(rows(6, 1))},
     "accumulation": {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False},
     "max_grad_norm": {"max_grad_norm": 0.0},
     "neftune": {"neftune_noise_alpha": 5.0},
@@ -198,14 +226,19 @@ def other_model(name: str) -> Any:
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
     if name == "mixtral":
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=2))
-    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes, num_labels=3))
+    task = "multi_label_classification" if name == "several labels in a row" else None
+    return transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**sizes, num_labels=3, problem_type=task)
+    )
 
 
-@pytest.mark.parametrize("name", ["mixtral", "classifier"])
+@pytest.mark.parametrize("name", ["mixtral", "classifier", "several labels in a row"])
 def test_models_that_are_split_by_an_example(name: str, tmp_path: Path) -> None:
     data = rows(10, 0)
     if name == "classifier":
         data = [row | {"labels": row["labels"][0] % 3} for row in data]
+    elif name != "mixtral":
+        data = [row | {"labels": (row["labels"][:3] % 2).float()} for row in data]
     given = {"train_dataset": data, "eval_dataset": data[:6], "max_steps": 3, "per_device_train_batch_size": 4}
     given |= {"logging_steps": 1, "disable_tqdm": True, "save_strategy": "no"}
     example = {"input_ids": torch.stack([row["input_ids"] for row in data[:2]])}
