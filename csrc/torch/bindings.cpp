@@ -62,8 +62,8 @@ std::unique_ptr<Runner> make_runner(std::int32_t rank, const Columns& columns,
 
 // Python before 3.14 ends a thread that takes the GIL while the interpreter exits, by unwinding its stack. Through
 // torch that terminates the process, of a rank that has raised and left a collective to a thread, for example. Such a
-// thread is paused instead, until the process ends; it ends anyhow if the exit waits for that thread. Called at exit, in
-// the main thread.
+// thread is paused instead, until the process ends; it ends anyhow if the exit waits for that thread. Called at exit,
+// in the main thread.
 void pause_ending_threads() {
   static const std::thread::id main = std::this_thread::get_id();
   static const std::terminate_handler otherwise = std::get_terminate();
