@@ -204,11 +204,11 @@ class RandomNumbers:
     def _matters(self, has_pairs: bool) -> bool:
         return self.seed is not None or self.threads or (self.pairs and has_pairs)
 
-    def usage(self, training: bool, flags: tuple[bool, ...]) -> RngUsage:
+    def usage(self, training: bool, flags: tuple[Any, ...]) -> RngUsage:
         """Usage in a kind of step; before the first one it is assumed."""
         return self._kinds.get((training, flags), RngUsage(draws=True, recomputes=True))
 
-    def begin(self, training: bool, flags: tuple[bool, ...], has_pairs: bool) -> bool:
+    def begin(self, training: bool, flags: tuple[Any, ...], has_pairs: bool) -> bool:
         """Begin a step: decide which actions exclude each other.
 
         Returns:
