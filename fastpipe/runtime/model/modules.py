@@ -317,19 +317,19 @@ def state_prefix(module: nn.Module, stage: int) -> str:
     return "" if isinstance(own, WholeNames) and own.whole_names else f"{stage}."
 
 
-def flags_of(module: nn.Module) -> list[bool]:
-    """The flags of a module that may change between steps: training modes and gradient flags.
+def flags_of(module: nn.Module) -> list[Any]:
+    """What decides outputs and may change between steps: training modes, and the parameters' gradient flags and dtypes.
 
     Computed in every step.
     """
-    flags = []
+    flags: list[Any] = []
     for found in walked(module):
         if isinstance(found, WholeNames):
             found.follow_modes()
         flags.append(found.training)
         parameters = parameters_of(found)
         if parameters:
-            flags += [parameter.requires_grad for parameter in parameters.values() if parameter is not None]
+            flags += [(p.requires_grad, p.dtype) for p in parameters.values() if p is not None]
     return flags
 
 

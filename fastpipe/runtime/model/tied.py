@@ -42,6 +42,7 @@ from fastpipe.runtime.model.copies import (
     Exchange,
     StageCopies,
     Twins,
+    accumulated,
     added,
     follow_twin,
     holders_of,
@@ -234,7 +235,7 @@ class Shared:
 
     def add_up(self, grads: Grads) -> None:
         """Add the stages' gradients, the last stage's first as in a backward, to the saved one."""
-        self.parameter.grad = added(self.kept, sum_of_uses(grads))
+        self.parameter.grad = accumulated(self.kept, sum_of_uses(grads))
         self.kept = None
         for alias in self.aliases.values():
             alias.grad = None

@@ -253,7 +253,7 @@ def to_tensors(
             + _json([to_data(value) for value in values])
         )
     except (TypeError, ValueError) as error:
-        names = ", ".join(sorted({type(v).__name__ for v in values if not isinstance(v, int | float | str)}))
+        names = ", ".join(sorted({type(v).__name__ for v in values if type(v) not in _NAMES}))
         if any(map(is_block_mask, values)):
             raise ValueError(
                 f"stage {stage} returned or carries a BlockMask, whose mask_mod is a function and cannot be sent: give "

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from fastpipe.runtime import native
 from fastpipe.runtime.common import torch_private
@@ -205,11 +204,11 @@ class RandomNumbers:
     def _matters(self, has_pairs: bool) -> bool:
         return self.seed is not None or self.threads or (self.pairs and has_pairs)
 
-    def usage(self, training: bool, flags: tuple[bool, ...]) -> RngUsage:
+    def usage(self, training: bool, flags: tuple[Any, ...]) -> RngUsage:
         """Usage in a kind of step; before the first one it is assumed."""
         return self._kinds.get((training, flags), RngUsage(draws=True, recomputes=True))
 
-    def begin(self, training: bool, flags: tuple[bool, ...], has_pairs: bool) -> bool:
+    def begin(self, training: bool, flags: tuple[Any, ...], has_pairs: bool) -> bool:
         """Begin a step: decide which actions exclude each other.
 
         Returns:
@@ -246,8 +245,8 @@ class RandomNumbers:
         """After a forward: if its graph has a Python function, assume that the backward recomputes."""
         if not self._is_first_of_kind or self.guard.recomputed:
             return
-        nodes = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
-        functions = map(torch_private.function_of, reach(nodes, set(), past_linears=True))
+        nodes = reach([output.grad_fn for output in outputs], set(), past_linears=True)
+        functions = map(torch_private.function_of, nodes)
         self.guard.recomputed = any(f is not None and not f.__module__.startswith("fastpipe.") for f in functions)
 
     def note_fused(self) -> None:

@@ -123,8 +123,8 @@ def _check_peers(replies: Replies, here: str) -> None:
             continue
         if own["flags"][0] == other["flags"][0] and own["flags"] != other["flags"]:
             raise ValueError(
-                f"the modules' training or the parameters' requires_grad differ {place}: call train(), eval() and "
-                "requires_grad_() alike on both"
+                f"the modules' training, or the parameters' requires_grad or dtype differ {place}: call train(), "
+                "eval(), requires_grad_() and to() alike on both"
             )
         if replies[rank]["divisors"] != theirs["divisors"]:
             raise ValueError(

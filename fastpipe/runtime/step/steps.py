@@ -176,7 +176,7 @@ class Steps:
         self.announced: dict[tuple[Any, ...], int] = {}
         self._lossless: set[tuple[Any, ...]] = set()
         """Signatures of training steps without a loss, which run forward only."""
-        self._flags: tuple[bool, ...] = ()
+        self._flags: tuple[Any, ...] = ()
         self.loss_scale: Callable[[], torch.Tensor] | None = None
         self.broken: Failure | None = None
         self._part_of = ""
@@ -347,7 +347,7 @@ class Steps:
     def _modes(self) -> dict[str, Any]:
         """What decides which collectives stages run, and on what; the same for the peers in the mesh."""
         # the number of flags, too: peers whose modules differ, such as in a bias that one of them has, are not compared
-        return {"autocast": self._autocast(), "flags": [len(self._flags), zlib.crc32(bytes(self._flags))]}
+        return {"autocast": self._autocast(), "flags": [len(self._flags), zlib.crc32(repr(self._flags).encode())]}
 
     def _prepare(self, request: Request, replies: Sequence[Reply]) -> Program:
         """The program of a step, with its executors and the replicas of its stages up to date."""
