@@ -89,7 +89,9 @@ def pipeline(
     config = job_config or SimpleNamespace(**configs)
     layers = _layers(model, config.parallelism)
     schedule, names = _schedule(config.parallelism, config.training.local_batch_size, parallel_dims.pp, layers)
-    _check_tied(model, names)
+    weights = [set(nn.ModuleList(map(model.get_submodule, part)).parameters()) for part in names]
+    if sum(map(len, weights)) > len(set().union(*weights)):  # each stage would have its own copy
+        raise ValueError("model: a weight is in several stages; untie it, or take stages that have all its uses")
     enabled = parallel_dims.get_all_one_dimensional_meshes().keys()
     within = sorted(enabled & ({"ep", "etp"} if "ep" in enabled else {"cp", "tp"}))  # where stages run collectives
     mesh, parts = parallel_dims.get_mesh(["pp", *within]), {}
@@ -125,44 +127,24 @@ def _schedule(
     rows, names = parallelism.pipeline_parallel_microbatch_size, parallelism.module_fqns_per_model_part
     per_stage, name = parallelism.pipeline_parallel_layers_per_stage, parallelism.pipeline_parallel_schedule.lower()
     count = len(names) if names else math.ceil(sum(layers.values()) / per_stage) if per_stage else None
-    if batch_size % rows:
-        raise ValueError(
-            f"pipeline_parallel_microbatch_size = {rows}: take a divisor of training.local_batch_size = {batch_size}"
-        )
     if path := parallelism.pipeline_parallel_schedule_csv:
         schedule = fastpipe.Schedule.from_csv(path).validate()
-        if schedule.num_microbatches * rows != batch_size:
-            raise ValueError(
-                f"pipeline_parallel_schedule_csv has {schedule.num_microbatches} microbatches; with local_batch_size"
-                f" = {batch_size} and pipeline_parallel_microbatch_size = {rows} there are {batch_size // rows}"
-            )
     else:
         sizes = {"num_ranks": num_ranks, "num_microbatches": batch_size // rows}
         schedule = fastpipe.make_schedule(SCHEDULES.get(name, name), **sizes)
         if count not in (None, schedule.num_stages) and count % num_ranks == 0:
             schedule = fastpipe.make_schedule(schedule.name, **sizes, stages_per_rank=count // num_ranks)
+    if schedule.num_microbatches * rows != batch_size:
+        text = f"pipeline_parallel_microbatch_size = {rows} and training.local_batch_size = {batch_size}"
+        raise ValueError(f"{text}: {schedule.name} has {schedule.num_microbatches} microbatches of this size")
     if schedule.placement.num_routes > 1:
         raise ValueError(f"pipeline_parallel_schedule = {name!r} has every stage twice: take dualpipev, for example")
     stages = schedule.num_stages
     names = names or [[list(layers)[i] for i in cut] for cut in fastpipe.partition([*layers.values()], stages)]
     if count not in (None, stages) or sorted(layer for part in names for layer in part) != sorted(layers):
-        text = "module_fqns_per_model_part, pipeline_parallel_layers_per_stage"
-        raise ValueError(
-            f"{text}: {schedule.name} has {stages} stages, not {count}; give as many, with each of {list(layers)} once"
-        )
+        text = f"{schedule.name} has {stages} stages, not {count}; give as many, with each of {list(layers)} once"
+        raise ValueError(f"module_fqns_per_model_part, pipeline_parallel_layers_per_stage: {text}")
     return schedule, names
-
-
-def _check_tied(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
-    """Refuse a weight of two stages, of which each would have its own copy."""
-    found: dict[nn.Parameter, dict[int, str]] = {}
-    for index, layers in enumerate(stages):
-        for layer in layers:
-            for name, parameter in model.get_submodule(layer).named_parameters(prefix=layer):
-                found.setdefault(parameter, {})[index] = name
-    for names in found.values():
-        if len(names) > 1:
-            raise ValueError(f"{' = '.join(names.values())}: one weight in several stages; untie it in the model")
 
 
 def _part(model: nn.Module, absent: set[str]) -> Any:

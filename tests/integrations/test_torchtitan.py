@@ -131,7 +131,7 @@ def test_a_model_is_cut_as_the_options_say(tmp_path: Path) -> None:
     fastpipe.make_schedule("interleaved_1f1b", num_ranks=1, num_microbatches=4, stages_per_rank=3).to_csv(path)
     _, parts, *_ = built(options(pipeline_parallel_schedule_csv=str(path)))
     assert len(parts) == 3
-    with pytest.raises(ValueError, match=r"csv has 4 microbatches; .* = 8 and .* = 4 there are 2"):
+    with pytest.raises(ValueError, match="microbatch_size = 4 and .* = 8: .* has 4 microbatches"):
         built(options(pipeline_parallel_schedule_csv=str(path), pipeline_parallel_microbatch_size=4))
 
 
@@ -143,7 +143,7 @@ NAMES = ["tok_embeddings", *(f"layers.{number}" for number in range(6)), "norm",
     [
         ({"module_fqns_per_model_part": [["tok_embeddings"], ["norm"]]}, "give as many, with each of .*'layers.5'"),
         ({"module_fqns_per_model_part": [NAMES, ["norm"]]}, "'output'.* once"),
-        ({"pipeline_parallel_microbatch_size": 3}, "microbatch_size = 3: take a divisor of .* = 8"),
+        ({"pipeline_parallel_microbatch_size": 3}, "microbatch_size = 3 and .* = 8: .* 2 microbatches"),
         ({"pipeline_parallel_layers_per_stage": 1, "pipeline_parallel_schedule": "zbv"}, "stages_per_rank"),
         ({"pipeline_parallel_schedule": "dualpipe"}, "num_ranks = 1"),
         ({"pipeline_parallel_schedule": "3F4B"}, "there is no such schedule"),
@@ -178,7 +178,7 @@ def test_an_unknown_child_is_named() -> None:
 def test_a_weight_of_two_stages_is_refused() -> None:
     model = Layers()
     model.output.weight = model.tok_embeddings.weight
-    with pytest.raises(ValueError, match=r"tok_embeddings.weight = output.weight: one weight in several stages"):
+    with pytest.raises(ValueError, match="a weight is in several stages"):
         built(options(), model)
 
 
