@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import convert_to_fp32, recursively_apply
+from accelerate.utils import convert_to_fp32
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import Trainer, __version__
 from transformers.trainer_pt_utils import find_batch_size
@@ -19,7 +19,7 @@ import fastpipe
 
 FOLDER = "pipeline"  # in a checkpoint of the Trainer, that of fastpipe
 REFUSED = """fp16 torch_compile deepspeed fsdp label_smoothing_factor auto_find_batch_size use_liger_kernel
-    parallelism_config bf16_full_eval fp16_full_eval"""
+    parallelism_config bf16_full_eval fp16_full_eval eval_use_gather_object"""
 """Arguments of the Trainer that would do something to the model, or to the loss, that a pipeline would not see."""
 REPLACED = """training_step prediction_step _clip_grad_norm _get_grad_norm _load_best_model _wrap_model
     _load_optimizer_and_scheduler _save_optimizer_and_scheduler"""
@@ -48,12 +48,9 @@ class PipelineTrainer(Trainer):
         self.pipe = fastpipe.Pipeline(layers, loss_fn=scaled, loss_reduction=layers.num_tokens, **pipeline)
         if self.args.world_size not in (1, self.pipe.num_ranks):
             raise ValueError(f"{self.args.world_size} processes, {self.pipe.num_ranks} ranks: each must have one")
-        groups = self.optimizer.param_groups if self.optimizer else []
-        if {id(p) for group in groups for p in group["params"]} - {id(p) for p in self.pipe.parameters()}:
-            raise ValueError(
-                "optimizers: one has parameters that are not in trainer.pipe.parameters(); make it of these, and set"
-                " trainer.optimizer and trainer.lr_scheduler before train()"
-            )
+        held = {id(p) for group in (self.optimizer.param_groups if self.optimizer else ()) for p in group["params"]}
+        if held - {id(p) for p in self.pipe.parameters()}:
+            raise ValueError("optimizers: take trainer.pipe.parameters(), and set trainer.optimizer before train()")
         self._local = torch.nn.ModuleList(self.pipe.stage_modules.values())
 
     def _check(self) -> None:
@@ -84,8 +81,6 @@ class PipelineTrainer(Trainer):
         options |= {"dispatch_batches": False}  # else of an IterableDataset every process gets rows of its own
         self.accelerator.prepare_data_loader = lambda loader, *_, **__: prepare_data_loader(loader, **options)
         self.accelerator.gather = lambda values: values
-        self.gather_function = functools.partial(_own_rows, self.accelerator.gradient_state)
-        self.accelerator.gather_for_metrics = self.gather_function
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler = super()._get_train_sampler(*args, **kwargs)
@@ -165,9 +160,3 @@ class PipelineTrainer(Trainer):
         if checkpoint is not None:
             extra = fastpipe.load_checkpoint(Path(checkpoint) / FOLDER, self.pipe, self.optimizer.optimizer)
             self.lr_scheduler.load_state_dict(extra["scheduler"])
-
-
-def _own_rows(state: Any, values: Any, **_: Any) -> Any:
-    """What Accelerate gathers for metrics in one process: of a last batch only its rows, as the loss is repeated."""
-    rows = state.remainder if state.end_of_dataloader else -1
-    return recursively_apply(lambda tensor: tensor[:rows] if tensor.ndim else tensor, values) if rows > 0 else values

@@ -97,8 +97,8 @@ class Pipeline:
             the outputs.
         rng: None: torch's generators; random numbers depend on the order of actions. ``"per_microbatch"``: the forward
             of a stage starts from a state derived from ``torch.initial_seed()`` (at construction, the same on all
-            ranks), `step_count`, the stage and the microbatch. Random numbers then do not depend on schedule, executor
-            and number of ranks; generators are restored afterwards.
+            ranks), `step_count`, the stage and the microbatch. Random numbers then depend on the cut into stages, but
+            not on schedule, executor and number of ranks; generators are restored afterwards.
         timeout: seconds to wait for another rank.
         device: the device to compute on. Default: that of the stages; torch's default device for stages on meta.
         group: a process group, or a DeviceMesh of one dimension. Default: all processes.

@@ -80,6 +80,7 @@ def trainer(tmp_path: Path, kind: Any = None, schedule: str = "1f1b", **changed:
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor = 0.1: leave it out"),
         ({"bf16_full_eval": True}, "bf16_full_eval = True: leave it out"),
         ({"torch_compile": True}, "torch_compile = True: leave it out"),
+        ({"eval_use_gather_object": True}, "eval_use_gather_object = True: leave it out"),
         ({"label_names": ["labels", "weights"]}, "label_names = .*weights.*: leave it out"),
         ({"optim": "lomo"}, "optim = .*lomo.*: leave it out"),
         ({"compute_loss_func": max}, "compute_loss_func = .*: leave it out"),
@@ -113,7 +114,7 @@ def test_methods_of_another_trainer_that_would_not_be_called_are_refused(tmp_pat
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     optimizers = (torch.optim.SGD(model().parameters()), None)
-    with pytest.raises(ValueError, match=r"optimizers: one has parameters .* set trainer.optimizer"):
+    with pytest.raises(ValueError, match="optimizers: take .* set trainer.optimizer"):
         trainer(tmp_path, optimizers=optimizers)
 
 
@@ -150,12 +151,6 @@ def test_every_process_reads_an_iterable_dataset_itself(tmp_path: Path) -> None:
     """By default Accelerate's first process reads it, and sends each process other rows."""
     made = trainer(tmp_path, train_dataset=Stream(rows(8, 0)), max_steps=1)
     assert type(made.get_train_dataloader()).__name__ == "DataLoaderShard"
-
-
-def test_predictions_of_other_processes_are_not_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = trainer(tmp_path, eval_dataset=rows(6, 0), eval_use_gather_object=True, per_device_eval_batch_size=4)
-    monkeypatch.setattr("accelerate.accelerator.gather_object", lambda values: [values] * 2)
-    assert made.predict(made.eval_dataset).predictions.shape == (6, 6, 16)
 
 
 def test_several_gpus_of_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
