@@ -87,19 +87,22 @@ class PipelineStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the stages and the optimizer, and return the rest."""
-        fits = self.lightning_module.trainer.state.fn == "fit"
+        module: Any = self.lightning_module
+        fits = module.trainer.state.fn == "fit"
         rest = fastpipe.load_checkpoint(checkpoint_path, self.pipe, self.optimizers or None if fits else None)
         return {**rest, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load what is not in stages, as `load_checkpoint` has loaded these."""
-        state, stages = self.lightning_module.state_dict(), self._names_of_stages()
+        module: Any = self.lightning_module
+        state, stages = module.state_dict(), self._names_of_stages()
         state |= {name: value for name, value in checkpoint["state_dict"].items() if name not in stages}
-        self.lightning_module.load_state_dict(state, strict)
+        module.load_state_dict(state, strict)
 
     def _names_of_stages(self) -> set[str]:
         """What of the LightningModule's own state is also in stages; it may hold the unsplit model, too."""
-        module, stages = self.lightning_module, set(self.pipe.stage_modules.values())
+        module: Any = self.lightning_module
+        stages = set(self.pipe.stage_modules.values())
         held = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
         names = tuple(f"{name}." for name, child in module.named_modules(remove_duplicate=False) if child in stages)
         state = module.state_dict(keep_vars=True)
