@@ -200,9 +200,11 @@ class Processes(Control):
     def publish(self, failure: Failure) -> Failure:
         """Write a failure into the store, unless another process was faster, and wake the others."""
         self._fork_guard.end_child(failure.cause)
-        self._note(failure)
         # without the store the others detect the failure themselves, and this rank drains
-        return self._breaker.call(lambda: self._watcher.publish(failure), failure)
+        first = self._breaker.call(lambda: self._watcher.publish(failure), failure)
+        self._note(first)  # of which this one may be a consequence
+        self._note(failure)
+        return first
 
     def put_place(self, step: int, is_active: bool, text: str, within: str = "step") -> None:
         """See `Control.put_place`."""
