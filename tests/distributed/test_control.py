@@ -151,6 +151,27 @@ def report(way: str, bells: bool) -> tuple[list[Failure], float, Failure | None,
         return heard, first, own._watcher.polls
 
 
+def publishes_a_consequence() -> str:
+    """Both ranks fail, rank 1 because of rank 0; its watcher has not looked at the store yet."""
+    rank = dist.get_rank()
+    with control("store") as own, mock.patch.object(own._watcher, "_look", lambda *args: True):
+        own.begin(lambda failure: None)
+        if rank == 1:
+            dist.barrier()
+        own.publish(Failure(rank, f"of rank {rank}", is_fatal=True))
+        if rank == 0:
+            dist.barrier()
+        lost = own.lost()
+        dist.barrier()
+        own.end()
+    return "" if lost is None else lost.cause
+
+
+def test_a_rank_that_fails_because_of_another_waits_for_nobody_because_of_that_one() -> None:
+    with ranks(2) as group:
+        assert group.run(publishes_a_consequence) == ["of rank 0"] * 2
+
+
 @pytest.mark.parametrize("bells", [True, False], ids=["bells", "polling"])
 def test_a_failure_reaches_the_others_in_the_midst_of_a_step(bells: bool, group_of: Callable[[int], Ranks]) -> None:
     way = "board" if bells else "store"
