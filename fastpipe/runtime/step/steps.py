@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, replace
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any, NoReturn
 
 import torch
@@ -347,7 +347,7 @@ class Steps:
     def _modes(self) -> dict[str, Any]:
         """What decides which collectives stages run, and on what; the same for the peers in the mesh."""
         # the number of flags, too: peers whose modules differ, such as in a bias that one of them has, are not compared
-        return {"autocast": self._autocast(), "flags": [len(self._flags), zlib.crc32(repr(self._flags).encode())]}
+        return {"autocast": self._autocast(), "flags": [len(self._flags), _digest(self._flags)]}
 
     def _prepare(self, request: Request, replies: Sequence[Reply]) -> Program:
         """The program of a step, with its executors and the replicas of its stages up to date."""
@@ -701,6 +701,12 @@ def _unblock(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport
     mesh_groups.abort()
     events.invalidate(failure)
     transport.unblock(failure)
+
+
+@lru_cache(maxsize=16)
+def _digest(flags: tuple[Any, ...]) -> int:
+    """The same in every process; kept, as flags rarely change."""
+    return zlib.crc32(repr(flags).encode())
 
 
 def _have_failed(replies: Sequence[Reply]) -> bool:
