@@ -5,11 +5,11 @@ python examples/accelerate_loop.py, or torchrun --nproc-per-node 2 examples/acce
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastpipe
+from fastpipe.integrations.accelerate import prepare_data_loader
 
 accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
 torch.manual_seed(0)
@@ -25,9 +25,7 @@ ranks = 2 if accelerator.num_processes == 1 else None
 pipe = fastpipe.Pipeline(layers, "zbv", 4, loss_fn, num_ranks=ranks)  # not prepared
 optimizer = accelerator.prepare(torch.optim.AdamW(pipe.parameters(), lr=0.01))
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)  # not prepared: it would step once for every process
-loader = DataLoader(data, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(0))
-same = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}  # every process has the same batches
-loader = prepare_data_loader(loader, accelerator.device, **same, put_on_device=True)
+loader = prepare_data_loader(DataLoader(data, batch_size=16, shuffle=True), accelerator)  # the same in every process
 
 for number, (x, target) in enumerate(loader):
     with accelerator.accumulate(), accelerator.autocast():

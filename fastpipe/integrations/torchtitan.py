@@ -16,15 +16,14 @@ from torch import nn
 
 import fastpipe
 
-# torch's names of schedules, where fastpipe's differ
-SCHEDULES = {"interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zb"}
+SCHEDULES = {"interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zb"}  # torch's names
 SCHEDULES |= {"loopedbfs": "looped_bfs", "zbvzerobubble": "zbv"}
 
 
 class PipelineSchedule:
     """What torchtitan's Trainer takes for a schedule. The first call builds the Pipeline, as weights exist then."""
 
-    def __init__(self, build: Callable[[Callable[..., Any]], fastpipe.Pipeline], loss_fn: Callable[..., Any]) -> None:
+    def __init__(self, build: Callable[..., fastpipe.Pipeline], loss_fn: Callable[..., Any]) -> None:
         arguments: list[Mapping[str, Any]] = [{}]
 
         def loss(output: Any, target: Any) -> Any:  # without self, or threads of ranks would hold the Pipeline
@@ -32,7 +31,7 @@ class PipelineSchedule:
             value = value[0] if isinstance(value, tuple) else value  # 0.3's metrics; its own pipelines drop them, too
             return value.full_tensor() if hasattr(value, "full_tensor") else value  # loss_parallel
 
-        self._loss_kwargs, self._build = arguments, functools.partial(build, loss)
+        self._loss_kwargs, self._build = arguments, functools.partial(build, loss_fn=loss)
 
     @functools.cached_property
     def pipe(self) -> fastpipe.Pipeline:
@@ -80,9 +79,8 @@ def pipeline(
     **configs: Any,
 ) -> tuple[PipelineSchedule, list[nn.Module], bool, bool]:
     """Cut a model, also on the meta device, as a ``pipelining_fn`` of torchtitan; ``configs`` instead of ``job_config``
-    are 0.3's. The model's forward skips children that are None, and layers that its ModuleDicts have not.
-
-    A ValueError names an option of the configuration, or a child of the model.
+    are 0.3's. The model's forward skips children that are None, and layers that its ModuleDicts have not. A ValueError
+    names an option of the configuration, or a child of the model.
     """
     configs.pop("model_config", None)
     settings = {"job_config": job_config} if job_config else configs
@@ -99,9 +97,7 @@ def pipeline(
         part = _part(model, layers.keys() - set(names[index]))
         parts[index] = parallelize_fn(part, parallel_dims=parallel_dims, **settings)
 
-    def build(loss: Callable[..., Any]) -> fastpipe.Pipeline:
-        return fastpipe.Pipeline(parts, schedule, loss_fn=loss, loss_reduction="sum", merge=False, mesh=mesh)
-
+    build = functools.partial(fastpipe.Pipeline, parts, schedule, loss_reduction="sum", merge=False, mesh=mesh)
     return PipelineSchedule(build, loss_fn), list(parts.values()), 0 in parts, schedule.num_stages - 1 in parts
 
 
@@ -120,9 +116,7 @@ def _layers(model: nn.Module, parallelism: Any) -> dict[str, int]:
     return found
 
 
-def _schedule(
-    parallelism: Any, batch_size: int, num_ranks: int, layers: Mapping[str, int]
-) -> tuple[fastpipe.Schedule, Sequence[Sequence[str]]]:
+def _schedule(parallelism: Any, batch: int, num_ranks: int, layers: dict[str, int]) -> tuple[fastpipe.Schedule, Any]:
     """The schedule, and the names of what each of its stages has."""
     rows, names = parallelism.pipeline_parallel_microbatch_size, parallelism.module_fqns_per_model_part
     per_stage, name = parallelism.pipeline_parallel_layers_per_stage, parallelism.pipeline_parallel_schedule.lower()
@@ -130,12 +124,12 @@ def _schedule(
     if path := parallelism.pipeline_parallel_schedule_csv:
         schedule = fastpipe.Schedule.from_csv(path).validate()
     else:
-        sizes = {"num_ranks": num_ranks, "num_microbatches": batch_size // rows}
+        sizes = {"num_ranks": num_ranks, "num_microbatches": batch // rows}
         schedule = fastpipe.make_schedule(SCHEDULES.get(name, name), **sizes)
         if count not in (None, schedule.num_stages) and count % num_ranks == 0:
             schedule = fastpipe.make_schedule(schedule.name, **sizes, stages_per_rank=count // num_ranks)
-    if schedule.num_microbatches * rows != batch_size:
-        text = f"pipeline_parallel_microbatch_size = {rows} and training.local_batch_size = {batch_size}"
+    if schedule.num_microbatches * rows != batch:
+        text = f"pipeline_parallel_microbatch_size = {rows} and training.local_batch_size = {batch}"
         raise ValueError(f"{text}: {schedule.name} has {schedule.num_microbatches} microbatches of this size")
     if schedule.placement.num_routes > 1:
         raise ValueError(f"pipeline_parallel_schedule = {name!r} has every stage twice: take dualpipev, for example")

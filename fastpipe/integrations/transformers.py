@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer over a pipeline, which replaces its step, norm of gradients, evaluation and checkpoints."""
+"""Hugging Face's Trainer over a pipeline; a ValueError names an argument that a pipeline cannot follow."""
 # mypy: disable-error-code="misc, override, attr-defined, no-untyped-call, union-attr, arg-type"
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import convert_to_fp32
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import Trainer, __version__
 from transformers.trainer_pt_utils import find_batch_size
 
 import fastpipe
+from fastpipe.integrations.accelerate import prepare_data_loader
 
 FOLDER = "pipeline"  # in a checkpoint of the Trainer, that of fastpipe
 REFUSED = """fp16 torch_compile deepspeed fsdp label_smoothing_factor auto_find_batch_size use_liger_kernel
@@ -28,8 +28,6 @@ REPLACED = """training_step prediction_step _clip_grad_norm _get_grad_norm _load
 
 class PipelineTrainer(Trainer):
     """`transformers.Trainer` over a pipeline, ``pipe``; ``class Mine(PipelineTrainer, Other)`` for another Trainer.
-
-    A ValueError names an argument of the Trainer that a pipeline cannot follow.
 
     Args:
         pipeline: the arguments of `fastpipe.Pipeline`, without layers and loss: ``{"schedule": "zbv"}``,
@@ -54,7 +52,6 @@ class PipelineTrainer(Trainer):
         self._local = torch.nn.ModuleList(self.pipe.stage_modules.values())
 
     def _check(self) -> None:
-        """Refuse what a pipeline would not follow."""
         for name in REPLACED.split():
             if not hasattr(Trainer, name):
                 raise ValueError(f"transformers {__version__} has no Trainer.{name}: use the tested 5.24")
@@ -76,19 +73,10 @@ class PipelineTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's; every process has the same batches, and what is gathered of all is its own."""
         super().create_accelerator_and_postprocess()
-        options = {name: getattr(self.accelerator, name) for name in ("device", "rng_types", "use_seedable_sampler")}
-        options |= {"num_processes": 1, "process_index": 0, "put_on_device": True, "data_seed": self.args.data_seed}
-        options |= {"dispatch_batches": False}  # else of an IterableDataset every process gets rows of its own
-        self.accelerator.prepare_data_loader = lambda loader, *_, **__: prepare_data_loader(loader, **options)
-        self.accelerator.gather = lambda values: values
-
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        sampler = super()._get_train_sampler(*args, **kwargs)
-        if self.args.world_size > 1 and getattr(sampler, "generator", self) is None:  # stages draw from torch's own
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            sampler.generator = generator = torch.Generator().manual_seed(seed)
-            sampler.set_epoch = lambda epoch: generator.manual_seed(seed + epoch)  # the same in a run that resumes
-        return sampler
+        if self.args.world_size > 1:
+            same = functools.partial(prepare_data_loader, accelerator=self.accelerator, seed=self.args.data_seed)
+            self.accelerator.prepare_data_loader = lambda loader, *_, **__: same(loader)
+            self.accelerator.gather = lambda values: values
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """The rows of an optimizer's step, of which no process has others."""
@@ -121,9 +109,8 @@ class PipelineTrainer(Trainer):
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Loss, logits and labels of a batch, in every process."""
-        loader = self.accelerator.gradient_state.active_dataloader
-        if loader is not None:  # one of an IterableDataset does not know how many rows of the last batch count
-            loader.remainder = find_batch_size(inputs)
+        if (loader := self.accelerator.gradient_state.active_dataloader) is not None:
+            loader.remainder = find_batch_size(inputs)  # unknown for the last batch of an IterableDataset
         self._scale[0] = 1.0
         result = self._run(self.pipe.eval_step, inputs, gather_outputs=not prediction_loss_only)
         loss = None if result.loss is None else result.loss.to(self.args.device)

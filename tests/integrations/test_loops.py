@@ -33,6 +33,23 @@ def test_accelerate_has_the_same_losses_in_one_process_and_in_two() -> None:
 
 
 @needs_accelerate
+def test_the_order_of_batches_does_not_depend_on_what_stages_draw() -> None:
+    """Dropout moves torch's generator, in each process differently."""
+    from accelerate import Accelerator
+
+    from fastpipe.integrations.accelerate import prepare_data_loader
+
+    torch.manual_seed(0)
+    loader = prepare_data_loader(DataLoader(list(range(20)), shuffle=True, batch_size=20), Accelerator(cpu=True))
+    orders = []
+    for epoch in (0, 1, 0):
+        torch.rand(epoch)
+        loader.set_epoch(epoch)
+        orders.append([row for batch in loader for row in batch.tolist()])
+    assert orders[0] == orders[2] != orders[1]
+
+
+@needs_accelerate
 def test_a_model_that_accelerate_has_patched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward is replaced on the instance, so a stage would run all of it."""
     transformers: Any = pytest.importorskip("transformers")

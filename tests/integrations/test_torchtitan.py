@@ -190,12 +190,12 @@ def test_a_step_takes_microbatches_and_arguments_of_the_loss(monkeypatch: pytest
 
     torch.manual_seed(0)
     whole = Layers()
+    make = fastpipe.Pipeline
+    monkeypatch.setattr(fastpipe, "Pipeline", lambda *args, mesh, **kwargs: make(*args, **kwargs))
     schedule, parts, *_ = built(options(), loss_fn=loss_fn)
     for part in parts:
         part.to_empty(device="cpu")
         part.load_state_dict(whole.state_dict(), strict=False)
-    make = fastpipe.Pipeline
-    monkeypatch.setattr(fastpipe, "Pipeline", lambda *args, mesh, **kwargs: make(*args, **kwargs))
     tokens, targets = torch.randint(10, (2, 8, 5))
     inputs = [(tokens[i : i + 2],) for i in range(0, 8, 2)]
     losses: list[torch.Tensor] = []
