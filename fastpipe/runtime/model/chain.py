@@ -188,25 +188,19 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    is_repetition = False
 
-    def contexts() -> tuple[Any, Any]:  # of the forward, and of its repetitions
-        return contextlib.nullcontext(), _BuffersKept(module)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_repetition
+        put_back = keep_buffers([module]) if is_repetition else None
+        is_repetition = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if put_back is not None:
+                put_back()
 
-    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-class _BuffersKept:
-    """Restores buffers after every repetition; there are several if the forward computes gradients itself."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._put_back: list[Callable[[], None]] = []
-
-    def __enter__(self) -> None:
-        self._put_back.append(keep_buffers([self._module]))
-
-    def __exit__(self, *error: object) -> None:
-        self._put_back.pop()()
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 class Original:

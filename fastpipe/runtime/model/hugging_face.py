@@ -266,9 +266,7 @@ class HuggingFaceStage(WholeNames):
         flow = Flow()
         own = [i - 1 for i in layers if 0 < i <= len(all_blocks)]
         children_of(holder)[last] = Blocks(all_blocks, own, layout.length, flow)
-        for path in layout.before if not self.is_first else ():
-            _replace(whole, path, Placeholder(whole.get_submodule(path), flow))
-        for path in layout.after if not self.is_last else ():
+        for path in (*(() if self.is_first else layout.before), *(() if self.is_last else layout.after)):
             _replace(whole, path, Placeholder(whole.get_submodule(path), flow))
         for path in layout.everywhere:
             # some of them store the longest text so far

@@ -185,11 +185,7 @@ def _padded(model: Any, example: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _compare(
-    model: nn.Module,
-    layers: Layers,
-    whole: Callable[[], Any],
-    sequence: Callable[[], Any],
-    expected: torch.Tensor,
+    model: nn.Module, layers: Layers, whole: Callable[[], Any], sequence: Callable[[], Any], expected: torch.Tensor
 ) -> None:
     if expected.isnan().any():
         raise ValueError(
@@ -442,7 +438,7 @@ class RowStage(WholeNames):
     def _share_buffers(self, model: nn.Module, further: Further) -> None:
         """Hold the buffers that a module gets, under the model's names: they are loaded and saved with this stage."""
         args, kwargs = further
-        for path in {_path_of(value) for value in (*args, *kwargs.values()) if isinstance(value, Buffer)}:
+        for path in {v.name.rpartition(".")[0] for v in (*args, *kwargs.values()) if isinstance(v, Buffer)}:
             holder: nn.Module = self
             for name in path.split(".") if path else ():
                 if name not in children_of(holder):
@@ -506,10 +502,6 @@ def _is_same(found: Any, known: Any) -> bool:
     if isinstance(found, torch.Tensor) or isinstance(known, torch.Tensor):
         return found is known
     return type(found) is type(known) and bool(found == known)
-
-
-def _path_of(buffer: Buffer) -> str:
-    return buffer.name.rpartition(".")[0]
 
 
 def _on_device_of(value: Any, other: Any) -> Any:
