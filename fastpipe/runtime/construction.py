@@ -533,7 +533,7 @@ def make_steps(
         world.device,
         seed=request.seed,
         threads=len(local.by_rank) > 1,
-        pairs=ranks.pairs.way != IN_ORDER,
+        pairs=ranks.pairs != IN_ORDER,
         runtime=native.load() if executor is NativeExecutor else None,
     )
     audit = None

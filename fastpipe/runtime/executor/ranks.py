@@ -41,7 +41,7 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.data_parallel import DataParallel
 from fastpipe.runtime.executor.executor import Check, Executor, NativeExecutor, PythonExecutor, Seconds
-from fastpipe.runtime.stage import PairCounts, PairPolicy, Stage
+from fastpipe.runtime.stage import PairCounts, Stage
 from fastpipe.runtime.transport import MeshGroups, Transport, leave_groups
 
 Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
@@ -201,10 +201,12 @@ class LocalRanks:
 
     Args:
         publish: called at once with a failure of a local rank; returns the step's first failure.
+        pairs: how pairs are run, and why; see `pair_policy`.
         why_not_recorded: why no step is recorded as a CUDA graph.
         mesh_groups: groups of the stages' own collectives; None if they run none.
 
     Attributes:
+        first: the lowest local rank, which represents the process.
         device_events: events of the work that these ranks enqueue on the device.
         failed_at: as `places`, when the failure of the last step became known here; empty if it did not fail.
         reported: the first failure that another process reported in this step; `Steps` resets it.
@@ -217,7 +219,7 @@ class LocalRanks:
         transport: Transport,
         timeout: float,
         publish: Callable[[Failure], Failure],
-        pairs: PairPolicy,
+        pairs: tuple[str, str],
         device: torch.device = CPU,
         several_streams: bool = False,
         why_not_recorded: str = "",
@@ -228,11 +230,16 @@ class LocalRanks:
         self.transport = transport
         self.timeout = timeout
         self.publish = publish
-        self.pairs = pairs
+        self.pairs, self.why_pairs = pairs
         self.why_not_recorded = why_not_recorded
         self.device = device
         self.device_events = DeviceEvents()
         self.mesh_groups = mesh_groups or MeshGroups()
+        replicated = [stage.parallel for held in stages.values() for stage in held.values() if stage.parallel]
+        # over which stages run collectives: of the mesh, and of their replicas
+        self._groups = dict.fromkeys([*self.mesh_groups.groups, *(g for p in replicated for g in p.groups)])
+        self._outliving: Sequence[dict[Any, Any]] = ()  # what must be dropped before the transport ends
+        self.first = min(stages)
         # shared by all programs, as the allocator reuses freed memory only on the same stream
         self._streams = {
             rank: {index: torch.Stream(device=device) for index in held} if several_streams else {}
@@ -247,17 +254,6 @@ class LocalRanks:
         self._fork_guard = ForkGuard()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(len(stages), "fastpipe-rank") if len(stages) > 1 else None
-
-    @property
-    def _groups_of_stages(self) -> list[Any]:
-        """The groups over which stages run collectives: those of the mesh, and of their replicas."""
-        replicated = [stage.parallel for held in self.stages.values() for stage in held.values() if stage.parallel]
-        return list(dict.fromkeys([*self.mesh_groups.groups, *(g for p in replicated for g in p.groups)]))
-
-    @property
-    def first(self) -> int:
-        """The lowest local rank, which represents the process."""
-        return min(self.stages)
 
     def has(self, program: Program) -> bool:
         """Whether a program is prepared."""
@@ -280,7 +276,7 @@ class LocalRanks:
             on_failure=on_failure,
             timeout=self.timeout,
             num_threads=self.num_threads,
-            pairs=self.pairs.way,
+            pairs=self.pairs,
             device=self.device,
             streams=self._streams[rank],
         )
@@ -291,12 +287,7 @@ class LocalRanks:
             torch_private.check_shared_modes()
 
     def run(
-        self,
-        program: Program,
-        signature: int,
-        announce: bool,
-        trace: bool = False,
-        error: BaseException | None = None,
+        self, program: Program, signature: int, announce: bool, trace: bool = False, error: BaseException | None = None
     ) -> Outcome:
         """Run one step on every local rank; see `Executor.run`.
 
@@ -313,7 +304,7 @@ class LocalRanks:
                 self._publish(failure_of(error, self.first), error)
             # a silent rank ends no collective, and those of the script's groups wait for half an hour; twice, as the
             # waits of the pipeline say more
-            with torch_private.bounded(self._groups_of_stages, self.device, 2 * self.timeout):
+            with torch_private.bounded(self._groups, self.device, 2 * self.timeout):
                 if self._pool is None:
                     self._run_one(self._current[0], signature, announce, trace, error is not None)
                 else:
@@ -412,12 +403,8 @@ class LocalRanks:
         It does not hold the stages: a layer may hold the pipeline, for example by an exception that it raised and kept.
         If Python collects such a cycle, the executors go with it; otherwise the function drops them.
         """
-        held = self._outliving()
+        held = self._outliving
         return partial(_close, weakref.ref(self), self.device_events, self._pool, self.transport, self.first, held)
-
-    def _outliving(self) -> Sequence[dict[Any, Any]]:
-        """What must be dropped before the transport ends."""
-        return ()
 
     def _run_all(self, pool: ThreadPoolExecutor, *how: Any) -> None:
         state = thread_state(self.device)
