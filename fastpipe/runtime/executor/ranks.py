@@ -8,6 +8,7 @@ are not done by then are invalidated first. Each event gets one verdict, the sam
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -31,8 +32,8 @@ from fastpipe.runtime.common import (
     SHORT_EXIT_SECONDS,
     Failure,
     FailureError,
-    ForkGuard,
     cause_text,
+    end_child,
     failure_of,
     pauses,
     recorded,
@@ -251,7 +252,7 @@ class LocalRanks:
         self.failed_at: list[tuple[int, Program, int]] = []
         self._outcome = Outcome()
         self.reported: Failure | None = None
-        self._fork_guard = ForkGuard()
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(len(stages), "fastpipe-rank") if len(stages) > 1 else None
 
@@ -478,7 +479,7 @@ class LocalRanks:
                     executor.fail()
 
     def _publish(self, failure: Failure, error: BaseException) -> None:
-        self._fork_guard.end_child(failure.cause)
+        end_child(self._process, failure.cause)
         self._note(failure, error, self.publish(failure))
         self.mesh_groups.leave()
 

@@ -31,7 +31,6 @@ from fastpipe.runtime.common import (
     STORE_SECONDS,
     Failure,
     FailureError,
-    ForkGuard,
     StoreWithTimeout,
     aside,
     attended,
@@ -256,7 +255,7 @@ def _make_group(device: torch.device, timeout: float) -> None:
     if size > 1 and shares_store():
         _own_worlds.add(dist.group.WORLD)
     logger.info("made the process group: rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
-    atexit.register(_end_group, ForkGuard())
+    atexit.register(_end_group, os.getpid())
 
 
 def _number_in(variable: str, least: int, most: int | None = None) -> int:
@@ -360,8 +359,8 @@ def _await_all(store: Any, rank: int, size: int, timeout: float) -> None:
     )
 
 
-def _end_group(guard: ForkGuard) -> None:
-    if guard.here and dist.is_initialized():
+def _end_group(process: int) -> None:
+    if os.getpid() == process and dist.is_initialized():
         dist.destroy_process_group()
 
 
