@@ -336,6 +336,7 @@ class Layers(Sequence[nn.Module]):
 
     Args:
         names: of each layer in the unsplit model; default: its index.
+        make: of a model that was split, makes consecutive layers one module; default: a `Chain` of them.
 
     Attributes:
         tied: names of weights that the model says are one, also if they are several Parameters.
@@ -345,8 +346,14 @@ class Layers(Sequence[nn.Module]):
     tied: Sequence[Sequence[str]] = ()
     whole: nn.Module | None = None
 
-    def __init__(self, layers: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        names: Iterable[str] | None = None,
+        make: Callable[[list[int]], WholeNames] | None = None,
+    ) -> None:
         self._layers = list(layers)
+        self._make = make
         self._names = [str(i) for i in range(len(self._layers))] if names is None else list(names)
 
     def __len__(self) -> int:
@@ -356,20 +363,10 @@ class Layers(Sequence[nn.Module]):
         return self._layers[index]
 
     def chain(self, indices: Iterable[int]) -> WholeNames:
-        """Consecutive layers as one module."""
-        return Chain({self._names[i]: self._layers[i] for i in indices})
-
-
-class SplitLayers(Layers):
-    """The layers of a model that was split; ``make`` returns consecutive ones of ``count`` as one module."""
-
-    def __init__(self, make: Callable[[list[int]], WholeNames], count: int) -> None:
-        self._make = make
-        super().__init__(make([layer]) for layer in range(count))
-
-    def chain(self, indices: Iterable[int]) -> WholeNames:
-        """Consecutive layers as one module, with the model's parameters and names, and without hooks of these."""
+        """Consecutive layers as one module, with the model's parameters and names."""
         own = list(indices)
+        if self._make is None:
+            return Chain({self._names[i]: self._layers[i] for i in own})
         for i in own:
             if torch_private.has_hooks(self[i]):
                 raise ValueError(

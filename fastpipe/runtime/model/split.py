@@ -21,7 +21,6 @@ from torch import nn
 from fastpipe.runtime.common import children_of, cuda_devices, on_meta, torch_private, version_of
 from fastpipe.runtime.model.chain import (
     Layers,
-    SplitLayers,
     WholeNames,
     accepted_names,
     as_layers,
@@ -117,7 +116,7 @@ def _refuse_peft(model: nn.Module) -> NoReturn:
     )
 
 
-def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitLayers:
+def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
     """The layers of a module with a list of blocks, compared with it on the example."""
     if not example and not kwargs:
         raise ValueError(
@@ -135,9 +134,10 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     raise refusal
 
 
-def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitLayers:
+def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
     row, expected = _run_restored(model, lambda: row_of_modules(model, blocks, example, kwargs))
-    layers = SplitLayers(partial(RowStage, model, row), len(row) + 1)
+    make = partial(RowStage, model, row)
+    layers = Layers((make([layer]) for layer in range(len(row) + 1)), make=make)
     _check_complete(model, layers)
     whole, sequence = partial(model, *example, **kwargs), partial(_run_layers, model, layers, example, kwargs)
     _compare(model, layers, whole, sequence, expected)
