@@ -160,7 +160,7 @@ def test_ranks_give_up_before_they_end_what_streams_wait_for(
         return end
 
     transport: Any = SimpleNamespace(close=ends("close"), abort=ends("abort"))
-    ranks = LocalRanks({2: {}}, None, transport, 1.0, lambda failure: failure, ("in order", ""))  # type: ignore[arg-type]
+    ranks = LocalRanks({2: {}}, None, transport, 1.0, lambda failure: failure, "in order")  # type: ignore[arg-type]
     one = ranks.device_events.make(DEVICE)
     if done:
         event.done.set()
@@ -189,7 +189,7 @@ def test_events_may_be_made_while_they_are_given_up(monkeypatch: pytest.MonkeyPa
 
 def test_a_result_that_nobody_has_read_keeps_no_stages_alive(event: Event) -> None:
     transport: Any = SimpleNamespace(close=lambda: None)
-    ranks = LocalRanks({2: {}}, None, transport, 1.0, lambda failure: failure, ("in order", ""))  # type: ignore[arg-type]
+    ranks = LocalRanks({2: {}}, None, transport, 1.0, lambda failure: failure, "in order")  # type: ignore[arg-type]
     one = ranks.device_events.make(DEVICE)
     event.done.set()
     ranks.closer()()

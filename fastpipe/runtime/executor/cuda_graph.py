@@ -183,8 +183,8 @@ class RecordedRanks(LocalRanks):
     stream of its first use.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         make_stream, self._recorder = RECORDERS[self.device.type]
         self._stream = make_stream(self.device)
         self._held: list[Stage] = [stage for held in self.stages.values() for stage in held.values()]

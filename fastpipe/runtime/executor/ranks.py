@@ -197,14 +197,16 @@ class DeviceEvents:
             return [event for event in self._made if not event._has_verdict]
 
 
+@dataclass(eq=False, repr=False)
 class LocalRanks:
     """Runs the program on the ranks of this process.
 
     Args:
         publish: called at once with a failure of a local rank; returns the step's first failure.
-        pairs: how pairs are run, and why; see `pair_policy`.
+        pairs: how pairs are run; see `pair_policy`.
+        several_streams: whether each stage has a stream.
         why_not_recorded: why no step is recorded as a CUDA graph.
-        mesh_groups: groups of the stages' own collectives; None if they run none.
+        mesh_groups: groups of the stages' own collectives.
 
     Attributes:
         first: the lowest local rank, which represents the process.
@@ -213,38 +215,29 @@ class LocalRanks:
         reported: the first failure that another process reported in this step; `Steps` resets it.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, Mapping[int, Stage]],
-        executor: type[Executor],
-        transport: Transport,
-        timeout: float,
-        publish: Callable[[Failure], Failure],
-        pairs: tuple[str, str],
-        device: torch.device = CPU,
-        several_streams: bool = False,
-        why_not_recorded: str = "",
-        mesh_groups: MeshGroups | None = None,
-    ) -> None:
-        self.stages = stages
-        self.executor = executor
-        self.transport = transport
-        self.timeout = timeout
-        self.publish = publish
-        self.pairs, self.why_pairs = pairs
-        self.why_not_recorded = why_not_recorded
-        self.device = device
+    stages: Mapping[int, Mapping[int, Stage]]
+    executor: type[Executor]
+    transport: Transport
+    timeout: float
+    publish: Callable[[Failure], Failure]
+    pairs: str
+    why_pairs: str = ""
+    device: torch.device = CPU
+    several_streams: bool = False
+    why_not_recorded: str = ""
+    mesh_groups: MeshGroups = field(default_factory=MeshGroups)
+
+    def __post_init__(self) -> None:
         self.device_events = DeviceEvents()
-        self.mesh_groups = mesh_groups or MeshGroups()
-        replicated = [stage.parallel for held in stages.values() for stage in held.values() if stage.parallel]
+        replicated = [stage.parallel for held in self.stages.values() for stage in held.values() if stage.parallel]
         # over which stages run collectives: of the mesh, and of their replicas
         self._groups = dict.fromkeys([*self.mesh_groups.groups, *(g for p in replicated for g in p.groups)])
         self._outliving: Sequence[dict[Any, Any]] = ()  # what must be dropped before the transport ends
-        self.first = min(stages)
+        self.first = min(self.stages)
         # shared by all programs, as the allocator reuses freed memory only on the same stream
         self._streams = {
-            rank: {index: torch.Stream(device=device) for index in held} if several_streams else {}
-            for rank, held in stages.items()
+            rank: {index: torch.Stream(device=self.device) for index in held} if self.several_streams else {}
+            for rank, held in self.stages.items()
         }
         self.num_threads = torch.get_num_threads()
         self._executors: dict[Program, list[Executor]] = {}
@@ -254,7 +247,7 @@ class LocalRanks:
         self.reported: Failure | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(len(stages), "fastpipe-rank") if len(stages) > 1 else None
+        self._pool = ThreadPoolExecutor(len(self.stages), "fastpipe-rank") if len(self.stages) > 1 else None
 
     def has(self, program: Program) -> bool:
         """Whether a program is prepared."""
