@@ -16,10 +16,9 @@ native executor (``csrc/torch/process_group.cpp``) starts operations.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -192,25 +191,22 @@ class _ProcessGroupEndpoint(Endpoint):
 
     def _start(self, verb: str, tensor: torch.Tensor, channel: int) -> Any:
         group = self.groups[group_index(self.channels[channel])]
-        with self._noted(channel):
-            return getattr(group, verb)([tensor], self._peer(channel), 0)
+        return self._call(channel, getattr(group, verb), [tensor], self._peer(channel), 0)
 
     def _wait(self, works: Sequence[Any], channel: int) -> None:
-        with self._noted(channel):
-            for work in works:
-                wait_for(work, self.transport.waits, self.timeout, CPU)
+        for work in works:
+            self._call(channel, wait_for, work, self.transport.waits, self.timeout, CPU)
 
-    @contextlib.contextmanager
-    def _noted(self, channel: int) -> Iterator[None]:
-        """Note in `broken` the peers with whom nothing is exchanged any more after an error within it."""
+    def _call(self, channel: int, call: Callable[..., Any], *args: Any) -> Any:
+        """Call c10d; after an error note in `broken` the peers with whom nothing is exchanged any more."""
         try:
-            yield
+            return call(*args)
         except RuntimeError as error:
             peer, lost = self._peer(channel), self.transport.lost
             self.broken.add(peer)
             raise dead_or_silent(peer if lost is None or lost.rank is None else lost.rank, error) from error
         except BaseException:  # raised again: by a signal's handler, after which no message is waited for
-            self.broken |= {channel.peer_of(self.rank) for channel in self.channels if self.rank in channel[:2]}
+            self.broken |= {one.peer_of(self.rank) for one in self.channels if self.rank in one[:2]}
             raise
 
 
