@@ -287,17 +287,14 @@ def rows_of_modules(model: nn.Module) -> list[list[str]]:
         there.sort(key=lambda pair: -sum(p.numel() for p in pair[1].parameters()))
         found += [[f"{path}.{name}" for name in children_of(module)] for path, module in there]
     # leave out submodules of blocks: the row would be one block, and its first layer the rest of the model
-    found = [row for i, row in enumerate(found) if not any(row[0].startswith(f"{_holder(o)}.") for o in found[:i])]
+    holders = [f"{row[0].rpartition('.')[0]}." for row in found]
+    found = [row for i, row in enumerate(found) if not row[0].startswith(tuple(holders[:i]))]
     if not found:
         raise ValueError(
             f"model is a {type(model).__name__} without an nn.ModuleList, nn.ModuleDict or nn.Sequential of blocks; "
             f"{INSTEAD}"
         )
     return found[:_MAX_TRIED]
-
-
-def _holder(row: Sequence[str]) -> str:
-    return row[0].rpartition(".")[0]
 
 
 def row_of_modules(
