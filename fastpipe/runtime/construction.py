@@ -533,7 +533,7 @@ def make_steps(
         world.device,
         seed=request.seed,
         threads=len(local.by_rank) > 1,
-        pairs=ranks.pairs.way != IN_ORDER,
+        pairs=ranks.pairs != IN_ORDER,
         runtime=native.load() if executor is NativeExecutor else None,
     )
     audit = None
@@ -583,6 +583,8 @@ def _make_ranks(
     device, dimensions = world.device, list(execution.other_dimensions())
     streams = wants_streams(device, execution.overlap, local.by_rank.values())
     cores = len(os.sched_getaffinity(0))
+    num_here = world.ranks_per_host.count()
+    pairs, why_pairs = pair_policy(execution.overlap, num_here, cores, device, streams, dimensions)
     refusal = why_not(device, local.by_rank, transport, copies)
     if execution.cuda_graph and refusal:
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
@@ -596,7 +598,8 @@ def _make_ranks(
         transport=transport,
         timeout=world.timeout,
         publish=world.control.publish,
-        pairs=pair_policy(execution.overlap, world.ranks_per_host.count(), cores, device, streams, dimensions),
+        pairs=pairs,
+        why_pairs=why_pairs,
         device=device,
         several_streams=streams,
         why_not_recorded=refusal,

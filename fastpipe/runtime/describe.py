@@ -130,12 +130,12 @@ def split_text(stages: Sequence[Stage]) -> str:
 
 def pairs_text(steps: Steps, program: Program, local: LocalStages) -> str:
     """How pairs of a forward and a backward run, and which always run in order."""
-    policy, counts, usage = steps.ranks.pairs, steps.ranks.pair_counts(), steps.random.in_pairs()
+    ranks, counts, usage = steps.ranks, steps.ranks.pair_counts(), steps.random.in_pairs()
     stages = local.stages
     pairs = {pair for rank in local.by_rank for pair in _pairs_in(program, rank)}
-    text = f"{policy.way} ({policy.reason})"
-    if policy.way != IN_ORDER:
-        why_in_order = _why_in_order(stages, usage, pairs, in_turns=policy.way == IN_TURNS)
+    text = f"{ranks.pairs} ({ranks.why_pairs})"
+    if ranks.pairs != IN_ORDER:
+        why_in_order = _why_in_order(stages, usage, pairs, in_turns=ranks.pairs == IN_TURNS)
         text += "".join(f"; in order: {why}" for why in why_in_order)
     fused = sorted({stage.index for stage in stages if stage.fuses})
     if fused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,6 @@ from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts, Plan
 from fastpipe.runtime.arguments import Arguments, ModelArguments
-from fastpipe.runtime.common import ForkGuard
 from fastpipe.runtime.construction import (
     BuildRequest,
     LocalStages,
@@ -223,7 +223,7 @@ class Pipeline:
         self.num_microbatches = request.num_microbatches
         # what it holds lives until it is called, so it must not hold the stages
         closed = steps.watchdog.close, self._site.control, steps.ranks.closer()
-        self._finalizer = weakref.finalize(self, _close, *closed, ForkGuard())
+        self._finalizer = weakref.finalize(self, _close, *closed, os.getpid())
 
     def step(
         self,
@@ -616,10 +616,8 @@ class Pipeline:
         )
 
 
-def _close(
-    end_watchdog: Callable[[], None], control: Control, close_ranks: Callable[[], None], guard: ForkGuard
-) -> None:
-    if guard.here:
+def _close(end_watchdog: Callable[[], None], control: Control, close_ranks: Callable[[], None], process: int) -> None:
+    if os.getpid() == process:
         end_watchdog()
         control.close()
         close_ranks()

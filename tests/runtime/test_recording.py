@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastpipe.runtime.executor.cuda_graph import CudaGraph
+from fastpipe.runtime.executor.cuda_graph import record
 
 POOL = (0, 7)
 
@@ -22,7 +22,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         assert pool == POOL and capture_error_mode == "thread_local"
         yield
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
@@ -34,13 +34,13 @@ STREAM = SimpleNamespace(device=torch.device("cuda", 3))
 
 
 def test_one_that_works_keeps_its_memory(called: list[tuple]) -> None:
-    CudaGraph().record(STREAM, lambda: None)
+    record(STREAM, lambda: None)
     assert not called
 
 
 def test_one_that_fails_gives_its_memory_back(called: list[tuple]) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
-        CudaGraph().record(STREAM, fail)
+        record(STREAM, fail)
     assert called == [("_cuda_endAllocateToPool", 3, POOL), ("_cuda_releasePool", 3, POOL)]
 
 
@@ -49,7 +49,7 @@ def test_where_torch_has_given_it_back_it_is_not_given_back_again(
 ) -> None:
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", fail, raising=False)
     with pytest.raises(RuntimeError, match="on purpose"):
-        CudaGraph().record(STREAM, fail)
+        record(STREAM, fail)
     assert not called
 
 

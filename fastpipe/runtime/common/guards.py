@@ -28,33 +28,23 @@ from typing import Any
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class ForkGuard:
-    """Records the process that created it."""
+def end_child(process: int, cause: str) -> None:
+    """End this process unless it is the one in which its pipeline was built. Called before a rank tells the others
+    anything.
 
-    def __init__(self) -> None:
-        self.process = os.getpid()
-
-    @property
-    def here(self) -> bool:
-        """Whether this is that process."""
-        return os.getpid() == self.process
-
-    def end_child(self, cause: str = "") -> None:
-        """End this process if it is a forked child. Called before a rank tells the others anything.
-
-        A child that a layer has forked, and that comes out of it, would take part in the step in place of its parent.
-        """
-        if self.here:
-            return
-        why = f" ({cause})" if cause else ""
-        print(
-            f"fastpipe: process {os.getpid()} is a child that a layer, a loss function or an iterator has forked in a "
-            f"call of the pipeline of process {self.process}, and has left that function{why}; it ends here, as it is "
-            "not a rank: end such a child by os._exit()",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)
+    A child that a layer has forked, and that comes out of it, would take part in the step in place of its parent.
+    """
+    if os.getpid() == process:
+        return
+    why = f" ({cause})" if cause else ""
+    print(
+        f"fastpipe: process {os.getpid()} is a child that a layer, a loss function or an iterator has forked in a call "
+        f"of the pipeline of process {process}, and has left that function{why}; it ends here, as it is not a rank: "
+        "end such a child by os._exit()",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 def keep_in_children(thing: Any) -> None:
@@ -83,7 +73,7 @@ class Calls:
     def __init__(self, on_interrupt: Callable[[], None]) -> None:
         self.interrupted = False
         self._on_interrupt = on_interrupt
-        self._fork_guard = ForkGuard()
+        self._process = os.getpid()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -93,9 +83,9 @@ class Calls:
         Raises:
             RuntimeError: during another call, or in a forked child.
         """
-        if not self._fork_guard.here:
+        if os.getpid() != self._process:
             raise RuntimeError(
-                f"this pipeline was built in process {self._fork_guard.process}, and process {os.getpid()} is a forked "
+                f"this pipeline was built in process {self._process}, and process {os.getpid()} is a forked "
                 "child of it, without the pipeline's threads and connections; run steps in the process that built it"
             )
         if not self._lock.acquire(blocking=False):

@@ -141,9 +141,7 @@ def check_shapes(where: str, module: nn.Module) -> None:
 
 def check_grad_dtype(dtype: Any) -> None:
     """Refuse an invalid dtype of gradients."""
-    if dtype is None:
-        return
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"grad_dtype = {dtype!r}: give a floating-point dtype, torch.float32 say, or None")
 
 

@@ -91,11 +91,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def dense_all(tensors: Sequence[torch.Tensor]) -> Tensors:
     """Dense tensors for a transport, with their gradient flags and without their graphs."""
-    out = []
-    for tensor in tensors:
-        flat = dense(tensor.detach())
-        out.append(flat.requires_grad_() if tensor.requires_grad else flat)
-    return tuple(out)
+    return tuple(dense(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -504,11 +504,6 @@ def fsdp_modules(state: Any) -> tuple[nn.Module, ...]:
     return tuple(state._modules)
 
 
-def fsdp_roots(states: Iterable[Any]) -> list[Any]:
-    """The states of the outermost modules, which run the work at the end of a backward."""
-    return [state for state in states if state._is_root]
-
-
 def find_fsdp_roots(states: Iterable[Any]) -> None:
     """Make FSDP find its outermost modules, as the first forward does."""
     for state in states:
@@ -528,9 +523,9 @@ def without_wait(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.elem if is_collective_result(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def fsdp_context(root: Any) -> Any:
-    """The context shared by the modules of a root; its ``is_last_backward`` says whether a backward reduces."""
-    return root._state_ctx
+def fsdp_contexts(states: Iterable[Any]) -> list[Any]:
+    """What the modules of each outermost module share; its ``is_last_backward`` says whether a backward reduces."""
+    return [state._state_ctx for state in states if state._is_root]
 
 
 class _Gathering(dist.Work):
@@ -589,9 +584,11 @@ def join_fsdp_collective(group: Any, process_group: Any, before: int) -> None:
         reduce_scatter(zeros, zeros.repeat(process_group.size()), group=process_group)
 
 
-def end_fsdp_backward(root: Any) -> None:
-    """Wait for the gradients, as at the end of a backward."""
-    root._root_post_backward_final_callback()
+def end_fsdp_backward(states: Iterable[Any]) -> None:
+    """Wait for the gradients, as the outermost modules do at the end of a backward."""
+    for state in states:
+        if state._is_root:
+            state._root_post_backward_final_callback()
 
 
 def unsharded(parameter: Any) -> nn.Parameter | None:
@@ -763,10 +760,7 @@ PRIVATE = (
         "transports between processes",
     ),
     Private(
-        "torch._C._distributed_c10d.Backend",
-        "_get_sequence_number_for_group",
-        "whether a collective began",
-        _SHARDED,
+        "torch._C._distributed_c10d.Backend", "_get_sequence_number_for_group", "whether a collective began", _SHARDED
     ),
     Private(
         _DDP,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import select
 import threading
 import time
@@ -34,9 +35,9 @@ from fastpipe.runtime.common import (
     CircuitBreaker,
     Failure,
     FailureError,
-    ForkGuard,
     call_in_thread,
     cloned,
+    end_child,
     first_line,
     logged,
     pauses,
@@ -72,7 +73,7 @@ class Processes(Control):
         self.rank = rank
         self.size = size
         self.step = 0
-        self._fork_guard = ForkGuard()
+        self._process = os.getpid()
         self._lost: Failure | None = None  # reported in this step
         self._store, self._identity, self._timeout = store, identity, timeout
         self._lifeline = Lifeline(rank)
@@ -189,7 +190,7 @@ class Processes(Control):
 
     def exchange(self, phase: str, message: Reply) -> Replies:
         """Send a message and return the messages of all processes."""
-        self._fork_guard.end_child(message.get("failure", {}).get("cause", ""))
+        end_child(self._process, message.get("failure", {}).get("cause", ""))
         written = len(self._store_gather.written)
         replies = self._gather.exchange(self.step, phase, message)
         if self.step == 0:
@@ -199,7 +200,7 @@ class Processes(Control):
 
     def publish(self, failure: Failure) -> Failure:
         """Write a failure into the store, unless another process was faster, and wake the others."""
-        self._fork_guard.end_child(failure.cause)
+        end_child(self._process, failure.cause)
         # without the store the others detect the failure themselves, and this rank drains
         first = self._breaker.call(lambda: self._watcher.publish(failure), failure)
         self._note(first)  # of which this one may be a consequence

@@ -133,7 +133,7 @@ class Average:
         number = len(self._futures)
         if not failed:
             self._fill(number)
-        self._used.append([(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters[number]])
+        self._used.append(self._grads(number))
         self._futures.append(self._run(self.buckets[number]))
 
     def _run(self, bucket: Any) -> Any:
@@ -205,11 +205,12 @@ class Average:
 
     def _changed(self, number: int) -> bool:
         """Whether a gradient has changed since it was copied into the bucket."""
-        now = [(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters[number]]
-        return any(
-            grad is not before or version != old
-            for (grad, version), (before, old) in zip(now, self._used[number], strict=True)
-        )
+        pairs = zip(self._grads(number), self._used[number], strict=True)
+        return any(grad is not before or version != old for (grad, version), (before, old) in pairs)
+
+    def _grads(self, number: int) -> list[tuple[torch.Tensor | None, int]]:
+        """The gradients of a bucket's parameters, and their versions."""
+        return [(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters[number]]
 
     def finish(self, wait: Callable[[Any], Any]) -> None:
         """Read the reports, and copy the averages into ``.grad``.
@@ -463,7 +464,7 @@ class Replicated(DataParallel):
         try:
             failure = self._end_hooks(running, failure, deadline)
             for average in running:
-                average.finish(partial(self._wait, average.wrapper, deadline))
+                average.finish(partial(self.wait, deadline=deadline, group=average.wrapper.process_group))
             num_failed = max((average.num_failed for average in running), default=0)
             num_skipping = max((average.num_skipping for average in running), default=0)
             cause = f"the step failed in {num_failed} of {self.num_replicas} replicas of this stage"
@@ -505,9 +506,6 @@ class Replicated(DataParallel):
             average.end_hooks(lambda future: wait_for(future, deadline, self.why_late))
         own = next((cause_text(average.error) for average in running if average.error is not None), None)
         return own if failure is None else failure
-
-    def _wait(self, wrapper: DistributedDataParallel, deadline: float, future: Any) -> Any:
-        return self.wait(future, deadline, wrapper.process_group)
 
     def _raise_own(self, running: Sequence[Average]) -> None:
         for average in running:

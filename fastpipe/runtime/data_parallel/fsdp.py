@@ -133,10 +133,7 @@ class Sharded(DataParallel):
         super().begin(reduces, num_microbatches, timeout)
         self._mode = 2 if reduces else int(torch.is_grad_enabled())
         self._announced = self._why = None
-        self._last = [
-            (context, context.is_last_backward)
-            for context in map(torch_private.fsdp_context, torch_private.fsdp_roots(self._states))
-        ]
+        self._last = [(context, context.is_last_backward) for context in torch_private.fsdp_contexts(self._states)]
         self._flags = [(group, {name: getattr(group, name) for name in _HELD_BACK}) for group in self._groups]
         for context, _ in self._last:
             context.is_last_backward = False
@@ -179,16 +176,15 @@ class Sharded(DataParallel):
             with self._aside:
                 announcing, self._announcing = self._announcing, None
                 self._collect(announcing)
-                self._why = self._compared(*self._announced.tolist())
+                count, total, squares, modes, mode_squares = self._announced.tolist()
+            self._why = self.why_not_same(count, total, squares)
+            if count * mode_squares != modes**2:
+                self._why = (
+                    f"the replicas of stage {self.stage}, in the processes {self.processes()}, were not called alike, "
+                    f"here for {_MODES[self._mode]}; with fully_shard call step, eval_step and no_sync alike in all of "
+                    "them"
+                )
         return self._why
-
-    def _compared(self, count: int, total: int, squares: int, modes: int, mode_squares: int) -> str:
-        if count * mode_squares != modes**2:
-            return (
-                f"the replicas of stage {self.stage}, in the processes {self.processes()}, were not called alike, here "
-                f"for {_MODES[self._mode]}; with fully_shard call step, eval_step and no_sync alike in all of them"
-            )
-        return self.why_not_same(count, total, squares)
 
     def _collect(self, announcing: Any) -> None:
         for group in self.groups:
@@ -285,8 +281,7 @@ class Sharded(DataParallel):
     def _end_backward(self) -> None:
         for context, _ in self._last:
             context.is_last_backward = True
-        for root in torch_private.fsdp_roots(self._states):
-            torch_private.end_fsdp_backward(root)
+        torch_private.end_fsdp_backward(self._states)
         for group, flags in self._flags:
             group.wait_for_unshard()
             if flags["reshard_after_backward"]:

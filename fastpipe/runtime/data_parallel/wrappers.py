@@ -88,21 +88,19 @@ def replicate(modules: Mapping[int, nn.Module], group: dist.ProcessGroup) -> dic
 
 
 def _wrapped(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    parameters = list(module.parameters())
-    stand_ins: list[nn.Parameter] = []
-    if not any(parameter.requires_grad for parameter in parameters):
+    stand_in: nn.Parameter | None = None
+    if not any(parameter.requires_grad for parameter in module.parameters()):
         # torch requires a trainable parameter, and a frozen stage may be unfrozen later: use the cheapest one
-        able = [p for p in parameters if p.is_floating_point() or p.is_complex()]
-        stand_ins = sorted(able, key=nn.Parameter.numel)[:1]
+        able = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
         if not able:
             return module
-    for stand_in in stand_ins:
+        stand_in = min(able, key=nn.Parameter.numel)
         stand_in.requires_grad_(True)
     try:
         # otherwise torch starts with one bucket for all, and makes smaller ones only after its own reducer has run
         return DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
     finally:
-        for stand_in in stand_ins:
+        if stand_in is not None:
             stand_in.requires_grad_(False)
 
 

@@ -23,49 +23,42 @@ from fastpipe.runtime.model import StageCopies
 from fastpipe.runtime.stage import Stage, StageWork
 from fastpipe.runtime.transport import Transport
 
-
-class CudaGraph:
-    """Recorded work of one device. It keeps the memory that it allocates, so a replay uses the same addresses."""
-
-    def __init__(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-
-    def record(self, stream: Any, work: Callable[[], None]) -> None:
-        """Call ``work`` and record, without running it, its work on the stream and on streams joined to it.
-
-        Raises:
-            RuntimeError: when something cannot be recorded; then nothing was done.
-        """
-        pool = torch.cuda.graph_pool_handle()
-        try:
-            # other threads (NCCL's, those that gather losses) query events meanwhile
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                work()
-        except BaseException:  # raised again
-            # else torch's allocator may never reuse memory used by several streams
-            with contextlib.suppress(RuntimeError):  # already ended
-                torch_private.end_allocations(stream.device, pool)
-            raise
-
-    def replay(self) -> None:
-        """Run the recorded work on the current stream."""
-        self._graph.replay()
+Replay = Callable[[], None]
+"""Runs recorded work on the current stream."""
 
 
-Makers = tuple[Callable[[torch.device], Any], Callable[[], CudaGraph]]
+def record(stream: Any, work: Callable[[], None]) -> Replay:
+    """Call ``work`` and record, without running it, its work on the stream and on streams joined to it.
 
-RECORDINGS: dict[str, Makers] = {"cuda": (torch.cuda.Stream, CudaGraph)}
-"""By device type: factories of the stream to record on, and of a recording."""
+    The result keeps the memory that the work allocates, and uses the same addresses in every call.
+
+    Raises:
+        RuntimeError: when something cannot be recorded; then nothing was done.
+    """
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    try:
+        # other threads (NCCL's, those that gather losses) query events meanwhile
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            work()
+    except BaseException:  # raised again
+        # else torch's allocator may never reuse memory used by several streams
+        with contextlib.suppress(RuntimeError):  # already ended
+            torch_private.end_allocations(stream.device, pool)
+        raise
+    return graph.replay
+
+
+RECORDERS: dict[str, tuple[Callable[[torch.device], Any], Callable[[Any, Callable[[], None]], Replay]]] = {
+    "cuda": (torch.cuda.Stream, record)
+}
+"""By device type: what makes the stream to record on, and what records."""
 
 
 def why_not(
-    device: torch.device,
-    ranks: Mapping[int, Mapping[int, Stage]],
-    transport: Transport,
-    copies: StageCopies,
+    device: torch.device, ranks: Mapping[int, Mapping[int, Stage]], transport: Transport, copies: StageCopies
 ) -> str:
     """Why no step of a pipeline can be recorded; empty if steps can be. ``ranks`` has the stages of local ranks."""
-    if device.type not in RECORDINGS:
+    if device.type not in RECORDERS:
         return f"the stages compute on {device.type}, which cannot record work; put them on cuda"
     if len(ranks) > 1:
         return "several ranks are threads of this process, and a recording has one thread; start one process per rank"
@@ -101,7 +94,7 @@ class RecordedStep:
         works: works of the stages, with its results.
     """
 
-    recording: CudaGraph
+    run: Replay
     tensors: list[torch.Tensor]
     works: list[StageWork]
     grads: Gradients
@@ -116,7 +109,7 @@ class RecordedStep:
             own.copy_(tensor)
         # the recording overwrites a gradient that is its own tensor
         before = [p.grad if own is None or p.grad is not own else own.clone() for p, own in self.grads]
-        self.recording.replay()
+        self.run()
         if torch.is_grad_enabled():
             self._add_gradients(before)
         for work, found in zip(works, self.works, strict=True):
@@ -190,13 +183,14 @@ class RecordedRanks(LocalRanks):
     stream of its first use.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        make_stream, self._make_recording = RECORDINGS[self.device.type]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        make_stream, self._recorder = RECORDERS[self.device.type]
         self._stream = make_stream(self.device)
         self._held: list[Stage] = [stage for held in self.stages.values() for stage in held.values()]
         self._counts: dict[_Key, int] = {}
         self._recorded: dict[_Key, RecordedStep] = {}
+        self._outliving = (self._recorded,)
         self._replays = 0
         self._reason = ""  # why the last unrecorded step could not be recorded
         self._is_disabled = False
@@ -216,17 +210,8 @@ class RecordedRanks(LocalRanks):
         self._counts.clear()
         super().forget()
 
-    def _outliving(self) -> Sequence[dict[Any, Any]]:
-        """See `LocalRanks`."""
-        return (self._recorded,)
-
     def run(
-        self,
-        program: Program,
-        signature: int,
-        announce: bool,
-        trace: bool = False,
-        error: BaseException | None = None,
+        self, program: Program, signature: int, announce: bool, trace: bool = False, error: BaseException | None = None
     ) -> Outcome:
         """See `LocalRanks.run`."""
         if error is not None:
@@ -332,36 +317,31 @@ class RecordedRanks(LocalRanks):
         """Record a step on copies of its inputs; None if that failed, with nothing done."""
         copies = {id(tensor): tensor.clone() for tensor in tensors}
         own = [with_tensors(work, lambda tensor: copies[id(tensor)]) for work in works]
-        recording, outcome = self._make_recording(), Outcome()
+        outcome = Outcome()
 
         def work() -> None:
             nonlocal outcome
             outcome = super(RecordedRanks, self).run(program, signature, announce=False)
 
         error: BaseException | None = None
-        with self._substituted(own, works) as grads, self._own_memory(program):
+        replay: Replay | None = None
+        (executor,) = self._executors[program]
+        # messages are received into memory that no other step uses: a recording keeps what it allocates, and what the
+        # executors keep they release for messages of another shape
+        executor.drop_memory()
+        with self._substituted(own, works) as grads:
             try:
-                recording.record(self._stream, work)
+                replay = self._recorder(self._stream, work)
             except RuntimeError as found:
                 error = found
+            finally:
+                executor.drop_memory()
         error = outcome.error or error
         self._reason = "" if error is None else f"recording a step failed: {cause_text(error)}"
-        if error is not None or not outcome.spans:  # drained: it failed on another rank, which still waits
+        # without spans it was drained, as it failed on another rank, which still waits
+        if replay is None or error is not None or not outcome.spans:
             return None
-        return RecordedStep(recording, [copies[id(tensor)] for tensor in tensors], own, grads)
-
-    @contextlib.contextmanager
-    def _own_memory(self, program: Program) -> Iterator[None]:
-        """Within it messages are received into memory that no other step uses.
-
-        A recording keeps what it allocates. What the executors keep they release for messages of another shape.
-        """
-        (executor,) = self._executors[program]
-        executor.drop_memory()
-        try:
-            yield
-        finally:
-            executor.drop_memory()
+        return RecordedStep(replay, [copies[id(tensor)] for tensor in tensors], own, grads)
 
     @contextlib.contextmanager
     def _substituted(self, own: Sequence[StageWork], works: Sequence[StageWork]) -> Iterator[Gradients]:
@@ -391,13 +371,8 @@ class RecordedRanks(LocalRanks):
         for stage, work in zip(self._held, works, strict=True):
             stage.begin(work)
 
-    def _failed(self, program: Program, rank: int, position: int, error: BaseException) -> None:
-        """See `LocalRanks._failed`; not published while recording, as the step runs again."""
-        if not self._is_recording:
-            super()._failed(program, rank, position, error)
-
     def _publish(self, failure: Failure, error: BaseException) -> None:
-        """See `LocalRanks._publish`; not published while recording."""
+        """See `LocalRanks._publish`; not published while recording, as the step runs again."""
         if self._is_recording:
             self._note(failure, error, failure)
         else:

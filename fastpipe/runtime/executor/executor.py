@@ -342,17 +342,14 @@ class PythonExecutor(Executor):
         try:
             _labelled(label, call)
         except BaseException as error:  # published, and raised at the end of the step
-            self._fail_at(position, error)
+            self.failed = True
+            if self.error is None:
+                self.error = error
+                self.on_failure(position, error)
             if op is Op.SEND:
                 # nothing was sent, and the receiver waits: send a stand-in
                 with contextlib.suppress(BaseException):  # the first error is already published
                     call()
-
-    def _fail_at(self, position: int, error: BaseException) -> None:
-        self.failed = True
-        if self.error is None:
-            self.error = error
-            self.on_failure(position, error)
 
     def forward(self, stage: Stage, microbatch: int, slot: int, message: Message | None, splits: bool) -> None:
         """F. ``slot`` is that of the input, or ``NONE``; ``message`` is what it makes for another stage."""
@@ -372,7 +369,7 @@ class PythonExecutor(Executor):
     def overlapped(self, forward: partial[None], backward: partial[None], label: str) -> None:
         """OVERLAP_F_B."""
         stage, pair = forward.args[0], backward.args[0]
-        if stage.fuses and stage.fuses_with(pair) and self._fused(*forward.args, *backward.args):
+        if stage.fuses and stage.fuses_with(pair) and self._fused(forward.args, backward.args):
             self._pairs.counts.fused += 1
             return
         labelled = partial(_labelled, label, backward)
@@ -380,18 +377,10 @@ class PythonExecutor(Executor):
             return self._pairs.in_turns(forward, labelled, pair.exchanges)
         self._pairs.run(forward, labelled, (stage.index, pair.index), stage.can_overlap(pair))
 
-    def _fused(
-        self,
-        stage: Stage,
-        microbatch: int,
-        slot: int,
-        message: Message | None,
-        splits: bool,
-        pair: Stage,
-        pair_microbatch: int,
-        pair_slot: int,
-        pair_message: Message | None,
-    ) -> bool:
+    def _fused(self, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> bool:
+        """A pair by the modules' own method, from the arguments of `forward` and `backward`; False without roots."""
+        stage, microbatch, slot, message, splits = forward
+        pair, pair_microbatch, pair_slot, pair_message = backward
         inputs, grads = self.slots.get(slot, ()), self.slots.get(pair_slot, ())
         found = stage.forward_backward(microbatch, inputs, pair, pair_microbatch, grads, splits=splits)
         if found is None:

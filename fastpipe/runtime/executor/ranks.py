@@ -8,6 +8,7 @@ are not done by then are invalidated first. Each event gets one verdict, the sam
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -31,8 +32,8 @@ from fastpipe.runtime.common import (
     SHORT_EXIT_SECONDS,
     Failure,
     FailureError,
-    ForkGuard,
     cause_text,
+    end_child,
     failure_of,
     pauses,
     recorded,
@@ -41,7 +42,7 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.data_parallel import DataParallel
 from fastpipe.runtime.executor.executor import Check, Executor, NativeExecutor, PythonExecutor, Seconds
-from fastpipe.runtime.stage import PairCounts, PairPolicy, Stage
+from fastpipe.runtime.stage import PairCounts, Stage
 from fastpipe.runtime.transport import MeshGroups, Transport, leave_groups
 
 Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
@@ -196,47 +197,47 @@ class DeviceEvents:
             return [event for event in self._made if not event._has_verdict]
 
 
+@dataclass(eq=False, repr=False)
 class LocalRanks:
     """Runs the program on the ranks of this process.
 
     Args:
         publish: called at once with a failure of a local rank; returns the step's first failure.
+        pairs: how pairs are run; see `pair_policy`.
+        several_streams: whether each stage has a stream.
         why_not_recorded: why no step is recorded as a CUDA graph.
-        mesh_groups: groups of the stages' own collectives; None if they run none.
+        mesh_groups: groups of the stages' own collectives.
 
     Attributes:
+        first: the lowest local rank, which represents the process.
         device_events: events of the work that these ranks enqueue on the device.
         failed_at: as `places`, when the failure of the last step became known here; empty if it did not fail.
         reported: the first failure that another process reported in this step; `Steps` resets it.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, Mapping[int, Stage]],
-        executor: type[Executor],
-        transport: Transport,
-        timeout: float,
-        publish: Callable[[Failure], Failure],
-        pairs: PairPolicy,
-        device: torch.device = CPU,
-        several_streams: bool = False,
-        why_not_recorded: str = "",
-        mesh_groups: MeshGroups | None = None,
-    ) -> None:
-        self.stages = stages
-        self.executor = executor
-        self.transport = transport
-        self.timeout = timeout
-        self.publish = publish
-        self.pairs = pairs
-        self.why_not_recorded = why_not_recorded
-        self.device = device
+    stages: Mapping[int, Mapping[int, Stage]]
+    executor: type[Executor]
+    transport: Transport
+    timeout: float
+    publish: Callable[[Failure], Failure]
+    pairs: str
+    why_pairs: str = ""
+    device: torch.device = CPU
+    several_streams: bool = False
+    why_not_recorded: str = ""
+    mesh_groups: MeshGroups = field(default_factory=MeshGroups)
+
+    def __post_init__(self) -> None:
         self.device_events = DeviceEvents()
-        self.mesh_groups = mesh_groups or MeshGroups()
+        replicated = [stage.parallel for held in self.stages.values() for stage in held.values() if stage.parallel]
+        # over which stages run collectives: of the mesh, and of their replicas
+        self._groups = dict.fromkeys([*self.mesh_groups.groups, *(g for p in replicated for g in p.groups)])
+        self._outliving: Sequence[dict[Any, Any]] = ()  # what must be dropped before the transport ends
+        self.first = min(self.stages)
         # shared by all programs, as the allocator reuses freed memory only on the same stream
         self._streams = {
-            rank: {index: torch.Stream(device=device) for index in held} if several_streams else {}
-            for rank, held in stages.items()
+            rank: {index: torch.Stream(device=self.device) for index in held} if self.several_streams else {}
+            for rank, held in self.stages.items()
         }
         self.num_threads = torch.get_num_threads()
         self._executors: dict[Program, list[Executor]] = {}
@@ -244,20 +245,9 @@ class LocalRanks:
         self.failed_at: list[tuple[int, Program, int]] = []
         self._outcome = Outcome()
         self.reported: Failure | None = None
-        self._fork_guard = ForkGuard()
+        self._process = os.getpid()
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(len(stages), "fastpipe-rank") if len(stages) > 1 else None
-
-    @property
-    def _groups_of_stages(self) -> list[Any]:
-        """The groups over which stages run collectives: those of the mesh, and of their replicas."""
-        replicated = [stage.parallel for held in self.stages.values() for stage in held.values() if stage.parallel]
-        return list(dict.fromkeys([*self.mesh_groups.groups, *(g for p in replicated for g in p.groups)]))
-
-    @property
-    def first(self) -> int:
-        """The lowest local rank, which represents the process."""
-        return min(self.stages)
+        self._pool = ThreadPoolExecutor(len(self.stages), "fastpipe-rank") if len(self.stages) > 1 else None
 
     def has(self, program: Program) -> bool:
         """Whether a program is prepared."""
@@ -280,7 +270,7 @@ class LocalRanks:
             on_failure=on_failure,
             timeout=self.timeout,
             num_threads=self.num_threads,
-            pairs=self.pairs.way,
+            pairs=self.pairs,
             device=self.device,
             streams=self._streams[rank],
         )
@@ -291,12 +281,7 @@ class LocalRanks:
             torch_private.check_shared_modes()
 
     def run(
-        self,
-        program: Program,
-        signature: int,
-        announce: bool,
-        trace: bool = False,
-        error: BaseException | None = None,
+        self, program: Program, signature: int, announce: bool, trace: bool = False, error: BaseException | None = None
     ) -> Outcome:
         """Run one step on every local rank; see `Executor.run`.
 
@@ -313,7 +298,7 @@ class LocalRanks:
                 self._publish(failure_of(error, self.first), error)
             # a silent rank ends no collective, and those of the script's groups wait for half an hour; twice, as the
             # waits of the pipeline say more
-            with torch_private.bounded(self._groups_of_stages, self.device, 2 * self.timeout):
+            with torch_private.bounded(self._groups, self.device, 2 * self.timeout):
                 if self._pool is None:
                     self._run_one(self._current[0], signature, announce, trace, error is not None)
                 else:
@@ -412,12 +397,8 @@ class LocalRanks:
         It does not hold the stages: a layer may hold the pipeline, for example by an exception that it raised and kept.
         If Python collects such a cycle, the executors go with it; otherwise the function drops them.
         """
-        held = self._outliving()
+        held = self._outliving
         return partial(_close, weakref.ref(self), self.device_events, self._pool, self.transport, self.first, held)
-
-    def _outliving(self) -> Sequence[dict[Any, Any]]:
-        """What must be dropped before the transport ends."""
-        return ()
 
     def _run_all(self, pool: ThreadPoolExecutor, *how: Any) -> None:
         state = thread_state(self.device)
@@ -491,7 +472,7 @@ class LocalRanks:
                     executor.fail()
 
     def _publish(self, failure: Failure, error: BaseException) -> None:
-        self._fork_guard.end_child(failure.cause)
+        end_child(self._process, failure.cause)
         self._note(failure, error, self.publish(failure))
         self.mesh_groups.leave()
 

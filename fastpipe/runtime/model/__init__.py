@@ -42,15 +42,7 @@ from fastpipe.runtime.model.copies import (
     twin,
     with_parameters,
 )
-from fastpipe.runtime.model.cuts import (
-    MEASURED,
-    costs_here,
-    cut_by,
-    cut_text,
-    layer_costs,
-    layer_ranges,
-    restored,
-)
+from fastpipe.runtime.model.cuts import MEASURED, costs_here, cut_by, cut_text, layer_costs, layer_ranges, restored
 from fastpipe.runtime.model.hugging_face import HuggingFaceStage
 from fastpipe.runtime.model.modules import (
     NamedTensor,

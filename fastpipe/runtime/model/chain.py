@@ -188,25 +188,19 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    is_repetition = False
 
-    def contexts() -> tuple[Any, Any]:  # of the forward, and of its repetitions
-        return contextlib.nullcontext(), _BuffersKept(module)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_repetition
+        put_back = keep_buffers([module]) if is_repetition else None
+        is_repetition = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if put_back is not None:
+                put_back()
 
-    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-class _BuffersKept:
-    """Restores buffers after every repetition; there are several if the forward computes gradients itself."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._put_back: list[Callable[[], None]] = []
-
-    def __enter__(self) -> None:
-        self._put_back.append(keep_buffers([self._module]))
-
-    def __exit__(self, *error: object) -> None:
-        self._put_back.pop()()
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 class Original:
@@ -342,6 +336,7 @@ class Layers(Sequence[nn.Module]):
 
     Args:
         names: of each layer in the unsplit model; default: its index.
+        make: of a model that was split, makes consecutive layers one module; default: a `Chain` of them.
 
     Attributes:
         tied: names of weights that the model says are one, also if they are several Parameters.
@@ -351,8 +346,14 @@ class Layers(Sequence[nn.Module]):
     tied: Sequence[Sequence[str]] = ()
     whole: nn.Module | None = None
 
-    def __init__(self, layers: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        names: Iterable[str] | None = None,
+        make: Callable[[list[int]], WholeNames] | None = None,
+    ) -> None:
         self._layers = list(layers)
+        self._make = make
         self._names = [str(i) for i in range(len(self._layers))] if names is None else list(names)
 
     def __len__(self) -> int:
@@ -362,20 +363,10 @@ class Layers(Sequence[nn.Module]):
         return self._layers[index]
 
     def chain(self, indices: Iterable[int]) -> WholeNames:
-        """Consecutive layers as one module."""
-        return Chain({self._names[i]: self._layers[i] for i in indices})
-
-
-class SplitLayers(Layers):
-    """The layers of a model that was split; ``make`` returns consecutive ones of ``count`` as one module."""
-
-    def __init__(self, make: Callable[[list[int]], WholeNames], count: int) -> None:
-        self._make = make
-        super().__init__(make([layer]) for layer in range(count))
-
-    def chain(self, indices: Iterable[int]) -> WholeNames:
-        """Consecutive layers as one module, with the model's parameters and names, and without hooks of these."""
+        """Consecutive layers as one module, with the model's parameters and names."""
         own = list(indices)
+        if self._make is None:
+            return Chain({self._names[i]: self._layers[i] for i in own})
         for i in own:
             if torch_private.has_hooks(self[i]):
                 raise ValueError(

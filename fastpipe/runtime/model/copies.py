@@ -45,8 +45,6 @@ from fastpipe.runtime.model.chain import Chain, WholeNames
 TORCHS_OWN = nn.Module().__dict__.keys() - torch_private.MEMBERS
 """Entries of nn.Module itself, such as hooks, which twins share as they are."""
 
-_NOTHING = object()
-
 Made = dict[int, nn.Module]
 """The twins in one stage, by ``id`` of the original."""
 
@@ -125,7 +123,7 @@ def follow_attributes(
         ours.pop(name, None)
         del seen[name]
     for name, value in theirs.items():
-        if name not in apart and seen.get(name, _NOTHING) is not value:
+        if name not in apart and (name not in seen or seen[name] is not value):
             seen[name] = value
             ours[name] = value if name in TORCHS_OWN else _for_twin(made, value)
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import children_of, cuda_devices, first_line, parameters_of, torch_private
-from fastpipe.runtime.model.chain import SplitLayers, WholeNames, check_forward, shallow
+from fastpipe.runtime.model.chain import Layers, WholeNames, check_forward, shallow
 
 _KINDS = """
     apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3_text
@@ -127,7 +127,7 @@ def no_cache(model: Any) -> dict[str, bool]:
     return {"use_cache": False} if hasattr(model.config, "use_cache") else {}
 
 
-class HuggingFaceLayers(SplitLayers):
+class HuggingFaceLayers(Layers):
     """The layers of a model of transformers; returned by `fastpipe.split`.
 
     Args:
@@ -145,7 +145,8 @@ class HuggingFaceLayers(SplitLayers):
         self.num_blocks = len(model.get_submodule(layout.blocks))
         # the ids say which token of a row is the last one
         takes_ids = task is _ROW and model.main_input_name == "input_ids"
-        super().__init__(partial(HuggingFaceStage, model, layout, takes_ids), self.num_blocks + 2)
+        make = partial(HuggingFaceStage, model, layout, takes_ids)
+        super().__init__((make([layer]) for layer in range(self.num_blocks + 2)), make=make)
         # fully_shard and parallelize_module make several Parameters of a tied weight
         if getattr(model.config, "tie_word_embeddings", False):
             # peft may have replaced the module of one of them
@@ -266,9 +267,7 @@ class HuggingFaceStage(WholeNames):
         flow = Flow()
         own = [i - 1 for i in layers if 0 < i <= len(all_blocks)]
         children_of(holder)[last] = Blocks(all_blocks, own, layout.length, flow)
-        for path in layout.before if not self.is_first else ():
-            _replace(whole, path, Placeholder(whole.get_submodule(path), flow))
-        for path in layout.after if not self.is_last else ():
+        for path in (*(() if self.is_first else layout.before), *(() if self.is_last else layout.after)):
             _replace(whole, path, Placeholder(whole.get_submodule(path), flow))
         for path in layout.everywhere:
             # some of them store the longest text so far

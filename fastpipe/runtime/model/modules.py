@@ -52,28 +52,24 @@ def build_modules(
         stages: the model's `Layers`, a function of the stage's index, or a dict of the local stages.
         ranges: the layers of every stage.
     """
-    if isinstance(stages, Mapping):
-        return _with_shapes(_from_mapping(stages, num_stages, local))
     if isinstance(stages, Layers):
         check_whole_unhooked(stages.whole)
         return {stage: stages.chain(ranges[stage]) for stage in local}
-    if isinstance(stages, nn.Module | type) or not callable(stages):
+    if isinstance(stages, Mapping):
+        made = _from_mapping(stages, num_stages, local)
+    elif isinstance(stages, nn.Module | type) or not callable(stages):
         raise TypeError(
             f"stages is a {type(stages).__name__}: give the list of the model's layers (or an nn.Sequential), a "
             "function stage_index -> nn.Module, a dict {stage_index: nn.Module}, or the stages or Pipe of "
             "torch.distributed.pipelining"
         )
-    made = {stage: stages(stage) for stage in local}
+    else:
+        made = {stage: stages(stage) for stage in local}
     for stage, module in made.items():
         if not isinstance(module, nn.Module):
             raise TypeError(f"stages({stage}) returned a {type(module).__name__}: return an nn.Module")
-    return _with_shapes(made)
-
-
-def _with_shapes(modules: dict[int, nn.Module]) -> dict[int, nn.Module]:
-    for stage, module in modules.items():
         check_shapes(f"stages[{stage}]", module)
-    return modules
+    return made
 
 
 def _from_mapping(stages: Mapping[int, nn.Module], num_stages: int, local: Sequence[int]) -> dict[int, nn.Module]:
@@ -140,16 +136,14 @@ class RestOfModel:
                 if layer is None or (before is not None and before() is layer):
                     continue
                 is_added = name not in taken and isinstance(holder, nn.Sequential | nn.ModuleList)
-                if (before is not None or is_added) and self._is_new(layer):
+                own = (module for stage in self._modules.values() for module in stage.modules())
+                is_placed = before is not None or is_added
+                if is_placed and layer not in self._known and all(module is not layer for module in own):
                     how = "added" if is_added else "put in the place of another module"
                     raise ValueError(
                         f"model: {path}{name}, a {type(layer).__name__}, was {how} after the Pipeline was built, and "
                         "its stages would not call it; build the Pipeline after changes of whole layers"
                     )
-
-    def _is_new(self, layer: nn.Module) -> bool:
-        own = (module for stage in self._modules.values() for module in stage.modules())
-        return layer not in self._known and all(module is not layer for module in own)
 
     def begin(self, step: int) -> None:
         """Note the gradients, until a step has used none, and in every 256th step."""
@@ -608,17 +602,20 @@ class Unfilled:
         self._modules = modules
         self._device = device
         self._ties = ties
-        self._marked: list[tuple[torch.Tensor, int]] = []
+        self._marked: dict[int, tuple[torch.Tensor, int]] = {}  # by id, and the version after the mark was written
 
     def to_empty(self) -> None:
         """Give memory to what has none; compute what a stage can compute itself."""
         for stage, module in sorted(self._modules.items()):
             own, on_meta = unwrapped(module), [(name, t) for name, t in self._named(stage) if t.is_meta]
             for name, tensor in on_meta:
-                _check_no_hooks(name, tensor)
+                if torch_private.hooks_of(tensor) or (tensor.is_leaf and torch_private.post_hooks_of(tensor)):
+                    raise ValueError(
+                        f"stages: {name} has a hook, which it would lose with its memory; register it after to_empty"
+                    )
                 allocate(tensor, self._device)
                 local_part(tensor).detach().fill_(_mark(tensor.dtype))
-                self._marked.append((tensor, version_of(local_part(tensor))))
+                self._marked[id(tensor)] = tensor, version_of(local_part(tensor))
             if on_meta and isinstance(own, WholeNames):
                 own.compute_buffers({id(tensor) for _, tensor in on_meta})
 
@@ -640,8 +637,7 @@ class Unfilled:
         self._check_ties()
 
     def _check_values(self, stage: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        marked = {id(tensor): version for tensor, version in self._marked}
-        empty = [name for name, t in tensors.items() if id(t) in marked and _is_empty(t, marked[id(t)])]
+        empty = [name for name, t in tensors.items() if id(t) in self._marked and _is_empty(*self._marked[id(t)])]
         if not empty:
             return
         kept = unwrapped(self._modules[stage]).state_dict()
@@ -712,8 +708,3 @@ def _is_empty(tensor: torch.Tensor, version: int) -> bool:
     mark = _mark(local.dtype)
     whole = local.float() if local.element_size() == 1 and local.is_floating_point() else local
     return bool((whole.isnan() if mark != mark else whole == mark).all())
-
-
-def _check_no_hooks(name: str, tensor: torch.Tensor) -> None:
-    if torch_private.hooks_of(tensor) or (tensor.is_leaf and torch_private.post_hooks_of(tensor)):
-        raise ValueError(f"stages: {name} has a hook, which it would lose with its memory; register it after to_empty")

@@ -21,7 +21,6 @@ from torch import nn
 from fastpipe.runtime.common import children_of, cuda_devices, on_meta, torch_private, version_of
 from fastpipe.runtime.model.chain import (
     Layers,
-    SplitLayers,
     WholeNames,
     accepted_names,
     as_layers,
@@ -117,7 +116,7 @@ def _refuse_peft(model: nn.Module) -> NoReturn:
     )
 
 
-def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitLayers:
+def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
     """The layers of a module with a list of blocks, compared with it on the example."""
     if not example and not kwargs:
         raise ValueError(
@@ -135,9 +134,10 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     raise refusal
 
 
-def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitLayers:
+def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
     row, expected = _run_restored(model, lambda: row_of_modules(model, blocks, example, kwargs))
-    layers = SplitLayers(partial(RowStage, model, row), len(row) + 1)
+    make = partial(RowStage, model, row)
+    layers = Layers((make([layer]) for layer in range(len(row) + 1)), make=make)
     _check_complete(model, layers)
     whole, sequence = partial(model, *example, **kwargs), partial(_run_layers, model, layers, example, kwargs)
     _compare(model, layers, whole, sequence, expected)
@@ -185,11 +185,7 @@ def _padded(model: Any, example: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _compare(
-    model: nn.Module,
-    layers: Layers,
-    whole: Callable[[], Any],
-    sequence: Callable[[], Any],
-    expected: torch.Tensor,
+    model: nn.Module, layers: Layers, whole: Callable[[], Any], sequence: Callable[[], Any], expected: torch.Tensor
 ) -> None:
     if expected.isnan().any():
         raise ValueError(
@@ -291,17 +287,14 @@ def rows_of_modules(model: nn.Module) -> list[list[str]]:
         there.sort(key=lambda pair: -sum(p.numel() for p in pair[1].parameters()))
         found += [[f"{path}.{name}" for name in children_of(module)] for path, module in there]
     # leave out submodules of blocks: the row would be one block, and its first layer the rest of the model
-    found = [row for i, row in enumerate(found) if not any(row[0].startswith(f"{_holder(o)}.") for o in found[:i])]
+    holders = [f"{row[0].rpartition('.')[0]}." for row in found]
+    found = [row for i, row in enumerate(found) if not row[0].startswith(tuple(holders[:i]))]
     if not found:
         raise ValueError(
             f"model is a {type(model).__name__} without an nn.ModuleList, nn.ModuleDict or nn.Sequential of blocks; "
             f"{INSTEAD}"
         )
     return found[:_MAX_TRIED]
-
-
-def _holder(row: Sequence[str]) -> str:
-    return row[0].rpartition(".")[0]
 
 
 def row_of_modules(
@@ -442,7 +435,7 @@ class RowStage(WholeNames):
     def _share_buffers(self, model: nn.Module, further: Further) -> None:
         """Hold the buffers that a module gets, under the model's names: they are loaded and saved with this stage."""
         args, kwargs = further
-        for path in {_path_of(value) for value in (*args, *kwargs.values()) if isinstance(value, Buffer)}:
+        for path in {v.name.rpartition(".")[0] for v in (*args, *kwargs.values()) if isinstance(v, Buffer)}:
             holder: nn.Module = self
             for name in path.split(".") if path else ():
                 if name not in children_of(holder):
@@ -506,10 +499,6 @@ def _is_same(found: Any, known: Any) -> bool:
     if isinstance(found, torch.Tensor) or isinstance(known, torch.Tensor):
         return found is known
     return type(found) is type(known) and bool(found == known)
-
-
-def _path_of(buffer: Buffer) -> str:
-    return buffer.name.rpartition(".")[0]
 
 
 def _on_device_of(value: Any, other: Any) -> Any:

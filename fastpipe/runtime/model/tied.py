@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -382,6 +382,7 @@ def places_of(module: nn.Module, parameter: nn.Parameter) -> Places:
     return [(m, name) for m in module.modules() for name, found in parameters_of(m).items() if found is parameter]
 
 
+@dataclass(eq=False)
 class TiedWeights(StageCopies):
     """The work around a step for tied weights, and inside of it the work for stages that are held twice.
 
@@ -401,21 +402,15 @@ class TiedWeights(StageCopies):
         "them between steps, or cut the model so that one stage has all uses"
     )
 
-    def __init__(
-        self,
-        shared: Sequence[Shared],
-        placement: Placement,
-        rank: int,
-        exchange: Exchange | None,
-        twins: Twins,
-        make: Callable[[], StageCopies],
-    ) -> None:
-        self.shared = shared
-        self.placement = placement
-        self.rank = rank
-        self.exchange = exchange
-        self.twins = twins
-        self.sees_aliases = False
+    shared: Sequence[Shared]
+    placement: Placement
+    rank: int
+    exchange: Exchange | None
+    twins: Twins
+    make: InitVar[Callable[[], StageCopies]]
+    sees_aliases: bool = field(default=False, init=False)
+
+    def __post_init__(self, make: Callable[[], StageCopies]) -> None:
         with self.in_place():
             self.base = make()
 
@@ -572,8 +567,6 @@ def make_tied(
 
     Args:
         modules: the user's modules by local stage, after `share`.
-        exchange: exchanges tensors with other processes; None if all ranks are here.
-        make: creates the work for stages held twice.
     """
     shared: list[Shared] = []
     for tie in ties:

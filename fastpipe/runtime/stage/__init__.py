@@ -22,21 +22,6 @@ from fastpipe.runtime.stage.losses import (
     scale_loss,
     sum_in_order,
 )
-from fastpipe.runtime.stage.pairs import (
-    IN_ORDER,
-    IN_TURNS,
-    WAYS,
-    PairCounts,
-    PairPolicy,
-    Pairs,
-    all_to_all,
-    pair_policy,
-)
-from fastpipe.runtime.stage.random_numbers import (
-    PER_MICROBATCH,
-    Generators,
-    RandomNumbers,
-    RngUsage,
-    microbatch_seed,
-)
+from fastpipe.runtime.stage.pairs import IN_ORDER, IN_TURNS, WAYS, PairCounts, Pairs, all_to_all, pair_policy
+from fastpipe.runtime.stage.random_numbers import PER_MICROBATCH, Generators, RandomNumbers, RngUsage, microbatch_seed
 from fastpipe.runtime.stage.stage import Stage, warn_of_whole_weights

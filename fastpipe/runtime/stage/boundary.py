@@ -48,15 +48,7 @@ from typing import Any
 import torch
 
 from fastpipe.placement import Placement
-from fastpipe.runtime.common import (
-    Tensors,
-    handed_over,
-    is_block_mask,
-    is_dtensor,
-    pytree,
-    torch_private,
-    version_of,
-)
+from fastpipe.runtime.common import Tensors, handed_over, is_block_mask, is_dtensor, pytree, torch_private, version_of
 from fastpipe.runtime.model import as_arguments
 
 _FACTORIES = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)

@@ -123,7 +123,7 @@ def fuse(
     # a copy: DualPipe's example detaches the loss in place, which fails for a view
     loss = None if grads is not None else roots[0].clone()
     not_entered = {tensor.grad_fn for tensor in (roots if loss is None else [loss]) if tensor.grad_fn is not None}
-    hooks = [node.register_prehook(partial(_entered, not_entered, node)) for node in not_entered]
+    hooks = [node.register_prehook(lambda _, node=node: not_entered.discard(node)) for node in not_entered]
     method = method_of([module])
     assert method is not None
     labels = [] if criterion is None else criterion.labels
@@ -137,11 +137,6 @@ def fuse(
         what = "loss1" if grads is None else "outputs1"
         raise ValueError(f"{METHOD} of stage {stage} did not run the backward of {what}: call it in the method")
     return _checked(stage, found, criterion)
-
-
-def _entered(not_entered: set[Any], node: Any, grads: Any) -> None:
-    """Hook of a node: the backward has reached it."""
-    not_entered.discard(node)
 
 
 def _checked(stage: int, found: Any, criterion: Criterion | None) -> list[torch.Tensor]:
@@ -173,14 +168,6 @@ PERIODS = (7, 13, 29, 61)
 within a step varies."""
 
 
-@dataclass(frozen=True)
-class PairPolicy:
-    """How pairs are run, one of `WAYS`, and the reason for the user."""
-
-    way: str = IN_ORDER
-    reason: str = ""
-
-
 def pair_policy(
     overlap: str,
     num_ranks_here: int,
@@ -188,25 +175,29 @@ def pair_policy(
     device: torch.device,
     several_streams: bool = False,
     dimensions: Sequence[str] = (),
-) -> PairPolicy:
+) -> tuple[str, str]:
     """Resolve the argument ``overlap`` of the Pipeline.
 
     Args:
         num_cores: number of cores that this process may use.
         dimensions: those of the mesh over which stages run collectives.
+
+    Returns:
+        How pairs are run, one of `WAYS`, and the reason for the user.
     """
     if dimensions and overlap == "auto":
         reason = f"at fastpipe.all_to_all; collectives over {', '.join(dimensions)} must have one order on all ranks"
-        return PairPolicy(IN_TURNS, reason)
+        return IN_TURNS, reason
     if overlap != "auto":
-        return PairPolicy(TOGETHER if overlap == "always" else IN_ORDER, f"overlap={overlap!r}")
+        return TOGETHER if overlap == "always" else IN_ORDER, f"overlap={overlap!r}"
     if several_streams:
-        return PairPolicy(TOGETHER, f"each stage has its own stream on {device}, and a helper thread fills the other's")
+        return TOGETHER, f"each stage has its own stream on {device}, and a helper thread fills the other's"
     if device.type != "cpu":
-        return PairPolicy(IN_ORDER, f"all stages share a stream on {device}")
+        return IN_ORDER, f"all stages share a stream on {device}"
+    here = f"{num_ranks_here} ranks on this host, {num_cores} cores"
     if num_cores <= num_ranks_here:
-        return PairPolicy(IN_ORDER, f"{num_ranks_here} ranks on this host, {num_cores} cores: no core is free")
-    return PairPolicy(MEASURED, f"{num_ranks_here} ranks on this host, {num_cores} cores: what is faster is measured")
+        return IN_ORDER, f"{here}: no core is free"
+    return MEASURED, f"{here}: what is faster is measured"
 
 
 class PairClock:

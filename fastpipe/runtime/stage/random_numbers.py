@@ -231,15 +231,13 @@ class RandomNumbers:
     @contextlib.contextmanager
     def forward(self, stage: int, microbatch: int) -> Iterator[None]:
         """Around a forward if `guards_forward`: holds the lock, and uses the microbatch's state if there is a seed."""
-        with generators_lock(), self._seeded(stage, microbatch):
+        seeded: AbstractContextManager[None] = contextlib.nullcontext()
+        if self.seed is not None:
+            seeded = self._generators.seeded(microbatch_seed(self.seed, self.step_count, stage, microbatch))
+        with generators_lock(), seeded:
             before = self._generators.states() if self._is_first_of_kind else []
             yield
             self._has_drawn |= self._is_first_of_kind and not self._generators.match(before)
-
-    def _seeded(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        if self.seed is None:
-            return contextlib.nullcontext()
-        return self._generators.seeded(microbatch_seed(self.seed, self.step_count, stage, microbatch))
 
     def note_graph(self, outputs: Sequence[torch.Tensor]) -> None:
         """After a forward: if its graph has a Python function, assume that the backward recomputes."""

@@ -262,7 +262,7 @@ class Steps:
             inputs = take_inputs(request, self.batch, self.stages)
             signature = self._signature(request, inputs)
             message |= {"rows": inputs.counted, "whole": inputs.whole, "signature": signature}
-            if self.ranks.pairs.way == IN_TURNS:
+            if self.ranks.pairs == IN_TURNS:
                 message["random"] = astuple(self.random.usage(request.training, self._flags))
             message |= {"divisors": inputs.divisors, "unknown": inputs.unknown}
             if self.control.pipeline:
@@ -278,7 +278,7 @@ class Steps:
         with self._published(ValueError):
             check_replies(request, replies, self.control.pipeline)
         with self._published():
-            if self.ranks.pairs.way == IN_TURNS:
+            if self.ranks.pairs == IN_TURNS:
                 usages = [RngUsage(*reply["random"]) for reply in replies.everywhere]
                 self.random.elsewhere = reduce(operator.or_, usages)
             self.copies.agreed()

@@ -31,7 +31,6 @@ from fastpipe.runtime.common import (
     STORE_SECONDS,
     Failure,
     FailureError,
-    ForkGuard,
     StoreWithTimeout,
     aside,
     attended,
@@ -230,19 +229,16 @@ def _attempt_of(ranks: tuple[int, ...], timeout: float) -> str:
         return ""
     if ranks not in _attempts:
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
-            logger.warning("%s", _RESTARTS)
+            logger.warning(
+                "torchrun keeps one store for all attempts, and init_process_group of this script connects to "
+                "processes of earlier ones after a restart: let fastpipe.Pipeline make the process group, or set "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and start torchrun with --standalone or --rdzv-backend=c10d"
+            )
         own, limit = ranks.index(dist.get_rank()), timedelta(seconds=timeout)
         store = distributed_c10d.PrefixStore(f"fastpipe/{_digest(ranks)}", torch_private.default_store().clone())
         name = attended(lambda: name_attempt(store, own, len(ranks), timeout), lambda: None, 2 * limit)
         _attempts[ranks] = f"{name}/"
     return _attempts[ranks]
-
-
-_RESTARTS = (
-    "torchrun keeps one store for all attempts, and init_process_group of this script connects to processes of earlier "
-    "ones after a restart: let fastpipe.Pipeline make the process group, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
-    "and start torchrun with --standalone or --rdzv-backend=c10d"
-)
 
 
 def _make_group(device: torch.device, timeout: float) -> None:
@@ -259,7 +255,7 @@ def _make_group(device: torch.device, timeout: float) -> None:
     if size > 1 and shares_store():
         _own_worlds.add(dist.group.WORLD)
     logger.info("made the process group: rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
-    atexit.register(_end_group, ForkGuard())
+    atexit.register(_end_group, os.getpid())
 
 
 def _number_in(variable: str, least: int, most: int | None = None) -> int:
@@ -288,7 +284,7 @@ def _joined_store(rank: int, size: int, timeout: float) -> Any:
     c10d: Any = dist
     if size == 1:
         return c10d.HashStore()
-    host, port = os.environ.get("MASTER_ADDR", ""), _number_in("MASTER_PORT", 0, _MAX_PORT)
+    host, port = os.environ.get("MASTER_ADDR", ""), _number_in("MASTER_PORT", 0, 65535)
     if not host:
         raise ValueError("MASTER_ADDR is not set: set it to the address of the host of rank 0, or use torchrun")
     limit = timedelta(seconds=timeout)
@@ -318,9 +314,6 @@ def _joined_store(rank: int, size: int, timeout: float) -> Any:
             "port there, and start as many processes as WORLD_SIZE says, each with a RANK of its own",
             rank,
         ) from error
-
-
-_MAX_PORT = 65535
 
 
 def _why_unknown(host: str) -> str:
@@ -366,8 +359,8 @@ def _await_all(store: Any, rank: int, size: int, timeout: float) -> None:
     )
 
 
-def _end_group(guard: ForkGuard) -> None:
-    if guard.here and dist.is_initialized():
+def _end_group(process: int) -> None:
+    if os.getpid() == process and dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -116,7 +116,7 @@ class _Receive:
     works: list[Any] = field(default_factory=list)
 
 
-class ProcessGroupEndpoint(Endpoint):
+class _ProcessGroupEndpoint(Endpoint):
     """One rank's side of `ProcessGroups`, on a CPU."""
 
     def __init__(self, transport: ProcessGroups, channels: Sequence[Channel], rank: int, timeout: float) -> None:
@@ -132,7 +132,6 @@ class ProcessGroupEndpoint(Endpoint):
         self.broken: set[int] = set()
 
     def post_recv(self, message: Message, channel: int, slot: int) -> None:
-        """See `Endpoint.post_recv`."""
         receive = self.receives[slot] = _Receive(message)
         if self.announcing:
             self.queued.setdefault(channel, deque()).append(receive)
@@ -140,7 +139,6 @@ class ProcessGroupEndpoint(Endpoint):
             self._post(receive, channel, self.specs[message])
 
     def wait_recv(self, channel: int, slot: int) -> Tensors | None:
-        """See `Endpoint.wait_recv`."""
         receive = self.receives.pop(slot)
         if self._peer(channel) in self.broken:
             return None
@@ -165,7 +163,6 @@ class ProcessGroupEndpoint(Endpoint):
         receive.tensors = tuple(buffer.requires_grad_(spec.requires_grad) for buffer, spec in pairs)
 
     def send(self, message: Message, channel: int, number: int, tensors: Tensors | None) -> None:
-        """See `Endpoint.send`."""
         ready = None if tensors is None else self.prepare(message, tensors)
         if self._peer(channel) in self.broken:
             self.sends[number] = (channel, [])
@@ -180,13 +177,11 @@ class ProcessGroupEndpoint(Endpoint):
         self.sends[number] = (channel, [(self._start("send", part, channel), part) for part in parts])
 
     def wait_send(self, number: int) -> None:
-        """See `Endpoint.wait_send`."""
         channel, works = self.sends.pop(number)
         if self._peer(channel) not in self.broken:
             self._wait([work for work, _ in works], channel)
 
     def end(self) -> None:
-        """See `Endpoint.end`."""
         self.queued.clear()
         self.receives.clear()
         self.sends.clear()
@@ -196,32 +191,23 @@ class ProcessGroupEndpoint(Endpoint):
 
     def _start(self, verb: str, tensor: torch.Tensor, channel: int) -> Any:
         group = self.groups[group_index(self.channels[channel])]
-        try:
-            return getattr(group, verb)([tensor], self._peer(channel), 0)
-        except RuntimeError as error:
-            raise self._lost(channel, error) from error
-        except BaseException:  # as in `_wait`
-            self._abandon_all()
-            raise
+        return self._call(channel, getattr(group, verb), [tensor], self._peer(channel), 0)
 
     def _wait(self, works: Sequence[Any], channel: int) -> None:
+        for work in works:
+            self._call(channel, wait_for, work, self.transport.waits, self.timeout, CPU)
+
+    def _call(self, channel: int, call: Callable[..., Any], *args: Any) -> Any:
+        """Call c10d; after an error note in `broken` the peers with whom nothing is exchanged any more."""
         try:
-            for work in works:
-                wait_for(work, self.transport.waits, self.timeout, CPU)
+            return call(*args)
         except RuntimeError as error:
-            raise self._lost(channel, error) from error
+            peer, lost = self._peer(channel), self.transport.lost
+            self.broken.add(peer)
+            raise dead_or_silent(peer if lost is None or lost.rank is None else lost.rank, error) from error
         except BaseException:  # raised again: by a signal's handler, after which no message is waited for
-            self._abandon_all()
+            self.broken |= {one.peer_of(self.rank) for one in self.channels if self.rank in one[:2]}
             raise
-
-    def _abandon_all(self) -> None:
-        self.broken |= {channel.peer_of(self.rank) for channel in self.channels if self.rank in channel[:2]}
-
-    def _lost(self, channel: int, error: RuntimeError) -> FailureError:
-        peer = self._peer(channel)
-        self.broken.add(peer)
-        lost = self.transport.lost
-        return dead_or_silent(peer if lost is None or lost.rank is None else lost.rank, error)
 
 
 def make_waits() -> Any:
@@ -344,7 +330,7 @@ class ProcessGroups(Transport):
         if not self.has_endpoint:
             return super().endpoint(program, rank, timeout)
         self._connect_all(program)
-        return ProcessGroupEndpoint(self, program.channels, rank, timeout)
+        return _ProcessGroupEndpoint(self, program.channels, rank, timeout)
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """See `Transport.native`."""
@@ -417,9 +403,6 @@ class ProcessGroups(Transport):
         return f"{super().describe()}, four {self.backend} groups"
 
 
-_BACKENDS = ("gloo", "nccl")
-
-
 class CoalescedGroups(ProcessGroups):
     """Process groups with an additional group per peer, for coalesced messages; see `ProcessGroups`.
 
@@ -432,7 +415,7 @@ class CoalescedGroups(ProcessGroups):
     has_endpoint = False
 
     def __init__(self, member: Membership, timeout: float = 600) -> None:
-        if (backend := backend_of(member)) not in _BACKENDS:
+        if (backend := backend_of(member)) not in ("gloo", "nccl"):
             raise ValueError(
                 f"transport = {self.kind!r}: the process group's backend is {backend!r}, but must be 'gloo' or "
                 "'nccl'; use 'process_group'"

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,15 +84,11 @@ class SharedMemory(Transport):
 
     def close(self) -> None:
         """Close the group. Shared memory is freed with the last tensor in it."""
-        self._end(settle=True)
+        end_groups(self._own, settle=True)
 
     def abort(self) -> None:
         """See `Transport.abort`."""
-        self._end(settle=False)
-
-    def _end(self, *, settle: bool) -> None:
-        own, self._own = self._own, []
-        end_groups(own, settle=settle)
+        end_groups(self._own, settle=False)
 
     def unblock(self, failure: Failure) -> None:
         """See `Transport.unblock`."""
@@ -239,7 +235,7 @@ def select_transport(
     by_engine = choice == "cuda_ipc"
     link, trial, host_groups, why = find_host_groups(exchange, member, device, num_sharing, by_engine, by_python)
     if len(host_groups) == 1:
-        return CudaIpc(link, trial.engine, member, timeout) if trial else SharedMemory(link, member, timeout)
+        return CudaIpc(link, trial[0], member, timeout) if trial else SharedMemory(link, member, timeout)
     if choice != "auto":
         raise ValueError(f"transport = {choice!r}: {why}; use 'auto' or 'process_group'")
     if len(host_groups) == member.size:
@@ -267,11 +263,8 @@ ENGINES: dict[str, Callable[[Any, torch.device], Any]] = {"cuda": _cuda_engine}
 none."""
 
 
-class Trial(NamedTuple):
-    """This process's copy engine, and a small allocation that peers open as a test."""
-
-    engine: Any
-    memory: Any
+Trial = tuple[Any, Any]
+"""This process's copy engine, and a small allocation that peers open as a test."""
 
 
 def _try_engine(runtime: Any, device: torch.device) -> Trial:
@@ -282,16 +275,11 @@ def _try_engine(runtime: Any, device: torch.device) -> Trial:
     obstacle = engine.obstacle(_TRIAL_SECONDS)
     if obstacle is not None:
         raise RuntimeError(obstacle)
-    return Trial(engine, engine.allocate(_TRIAL_BYTES))
+    return engine, engine.allocate(_TRIAL_BYTES)
 
 
 def find_host_groups(
-    exchange: Exchange,
-    member: Membership,
-    device: torch.device,
-    num_sharing: int,
-    by_engine: bool,
-    by_python: bool,
+    exchange: Exchange, member: Membership, device: torch.device, num_sharing: int, by_engine: bool, by_python: bool
 ) -> tuple[Any, Trial | None, HostGroups, str]:
     """Connect this process to those that it can share memory with; with copy engines if ``by_engine``.
 
@@ -330,8 +318,10 @@ def _offer(
         return None, None, {"cannot": f"the stages are on {device.type}"}
     try:
         link = runtime.SharedMemoryLink(member.rank, member.size, num_sharing)
-        trial = _try_engine(runtime, device) if by_engine else None
-        ticket = {} if trial is None else {"ticket": trial.engine.ticket(trial.memory).hex()}
+        trial, ticket = None, {}
+        if by_engine:
+            engine, memory = trial = _try_engine(runtime, device)
+            ticket = {"ticket": engine.ticket(memory).hex()}
     except RuntimeError as error:
         return None, None, {"cannot": first_line(error)}
     identity = {"host": host_name(), "user": os.geteuid(), "torch": torch.__version__, "machine": os.uname().machine}
@@ -366,7 +356,7 @@ def _connect(link: Any, trial: Trial | None, own: int, host_ranks: Sequence[int]
                 continue
             link.connect(rank, *offers[rank]["address"])
             if trial is not None:  # fails without peer access between the devices, for example
-                trial.engine.open(bytes.fromhex(offers[rank]["ticket"]))
+                trial[0].open(bytes.fromhex(offers[rank]["ticket"]))
     except RuntimeError as error:
         return first_line(error)
     return ""

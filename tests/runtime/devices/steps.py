@@ -215,7 +215,7 @@ def same(grad: torch.Tensor, other: torch.Tensor, step: int) -> bool:
     return torch.equal(grad.cpu(), other.cpu()) if step < 6 else torch.allclose(grad.cpu(), other.cpu())
 
 
-class FakeGraph(recording.CudaGraph):
+class FakeGraph:
     """A recording of the fake device."""
 
     is_open = False
@@ -223,7 +223,7 @@ class FakeGraph(recording.CudaGraph):
     def __init__(self, account: Any) -> None:
         self._account, self._tape = account, account.Recording()
 
-    def record(self, stream: torch.Stream, work: Callable[[], None]) -> None:
+    def record(self, stream: torch.Stream, work: Callable[[], None]) -> Callable[[], None]:
         assert torch.accelerator.current_stream() == stream
         before = self._account.faults()
         self._tape.begin()
@@ -235,9 +235,7 @@ class FakeGraph(recording.CudaGraph):
             self._tape.end()
         if self._account.faults() != before:
             raise RuntimeError(self._account.faults()[-1])
-
-    def replay(self) -> None:
-        self._tape.replay()
+        return self._tape.replay
 
 
 def average(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -354,7 +352,10 @@ def main() -> None:
     account = fake.load(Path(library))
     if "RANK" in os.environ:
         meet(account)
-    recording.RECORDINGS[fake.NAME] = (lambda device: torch.Stream(device=device), lambda: FakeGraph(account))
+    recording.RECORDERS[fake.NAME] = (
+        lambda device: torch.Stream(device=device),
+        lambda stream, work: FakeGraph(account).record(stream, work),
+    )
     for name in names or CASES:
         found = run_recorded(account, RECORDED[name]) if name in RECORDED else run(account, (CASES | REPLICAS)[name])
         found |= {"case": name, "rank": int(os.environ.get("RANK", 0))}
