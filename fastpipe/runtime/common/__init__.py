@@ -63,6 +63,7 @@ from fastpipe.runtime.common.tensors import (
     encoded,
     flat,
     handed_over,
+    has_graph,
     is_block_mask,
     is_dtensor,
     local_part,
