@@ -24,11 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fastpipe.errors import StepError
 from fastpipe.runtime import native
 from fastpipe.runtime.common import (
     CPU,
     SHORT_EXIT_SECONDS,
     STORE_SECONDS,
+    CircuitBreaker,
     Failure,
     FailureError,
     ForkGuard,
@@ -36,6 +38,7 @@ from fastpipe.runtime.common import (
     aside,
     attended,
     call_in_thread,
+    cause_text,
     first_line,
     keep_in_children,
     lost_peer,
@@ -126,6 +129,81 @@ class Membership:
                     return exited
                 time.sleep(pause)
         return others
+
+
+class SharedCall:
+    """A call that the processes of several pipelines make together, such as a save with replicas.
+
+    A pipeline's control does not reach the others, which would wait in a collective for a process that has raised, and
+    whose connections remain open. So a process that raises before the collectives have ended writes why into the
+    default store, where the others look while they wait. A process that exits need not be watched: whoever waits for
+    it gets an error of its connection, and all others wait for processes that do, or for each other.
+
+    Args:
+        group: of the processes that make the call; None for all. They make their calls in the same order.
+        num_reached: the number of processes that learn of a failure by the pipeline's control.
+        maps_ranks: whether the ranks in errors of the control are those of this pipeline.
+
+    Attributes:
+        watch: returns the failure of a process that the others wait for, if any; polled, from any thread. None if the
+            control reaches all processes.
+    """
+
+    def __init__(self, member: Membership, group: Any, num_reached: int, *, maps_ranks: bool) -> None:
+        processes: Sequence[int] = []
+        with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError):  # the call refuses such a group
+            processes = dist.get_process_group_ranks(group or dist.group.WORLD)
+        is_shared = len(processes) > num_reached and not _may_have_old_keys()
+        self.watch = self._find_failure if is_shared else None
+        self._member, self._maps_ranks = member, maps_ranks
+        self._key = f"{_new_name('call', tuple(processes))}/failure"
+        self._breaker = CircuitBreaker(min(1.0, member.timeout / 4))
+        self._has_ended = False
+
+    def _find_failure(self) -> Failure | None:
+        def read() -> str:
+            store = torch_private.default_store()
+            return store.get(self._key).decode() if store.check([self._key]) else ""
+
+        text = self._breaker.call(read, "")
+        if not text:
+            return None
+        process, cause = json.loads(text)
+        if process in self._member.ranks:
+            return Failure(self._member.ranks.index(process), cause, is_fatal=True)
+        who = "" if process is None else f"process {process}, of another pipeline: "
+        return Failure(None, f"{who}{cause}", is_fatal=True)
+
+    @contextlib.contextmanager
+    def published(self) -> Iterator[None]:
+        """Context of the whole call on this process."""
+        try:
+            yield
+        except BaseException as error:  # raised again, after it is published
+            if self.watch is not None and not self._has_ended:
+                text = json.dumps(self._cause_of(error))
+                self._breaker.call(lambda: torch_private.default_store().compare_set(self._key, "", text), None)
+            raise
+
+    @contextlib.contextmanager
+    def collective(self, everywhere: type[BaseException]) -> Iterator[None]:
+        """Context of the collectives; they have ended, too, if all processes raise an exception of the given type."""
+        try:
+            yield
+        except everywhere:
+            self._has_ended = True
+            raise
+        self._has_ended = True
+
+    def _cause_of(self, error: BaseException) -> tuple[int | None, str]:
+        """The process that failed, None if unknown, and the cause."""
+        if not isinstance(error, StepError):
+            return dist.get_rank(), cause_text(error)
+        if error.rank is None:
+            return None, error.cause or str(error)
+        if self._maps_ranks:
+            return self._member.ranks[error.rank], error.cause or str(error)
+        return dist.get_rank(), str(error)
 
 
 def ranks_per_host(timeout: float = 600.0) -> RanksPerHost:
@@ -229,13 +307,19 @@ def _attempt_of(ranks: tuple[int, ...], timeout: float) -> str:
     if len(ranks) == 1 or not shares_store() or dist.group.WORLD in _own_worlds:
         return ""
     if ranks not in _attempts:
-        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        if _may_have_old_keys():
             logger.warning("%s", _RESTARTS)
         own, limit = ranks.index(dist.get_rank()), timedelta(seconds=timeout)
         store = distributed_c10d.PrefixStore(f"fastpipe/{_digest(ranks)}", torch_private.default_store().clone())
         name = attended(lambda: name_attempt(store, own, len(ranks), timeout), lambda: None, 2 * limit)
         _attempts[ranks] = f"{name}/"
     return _attempts[ranks]
+
+
+def _may_have_old_keys() -> bool:
+    """Whether the default store may have keys of an earlier attempt, of the same names."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    return restarts and shares_store() and dist.group.WORLD not in _own_worlds
 
 
 _RESTARTS = (
