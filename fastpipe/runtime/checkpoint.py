@@ -498,7 +498,7 @@ def save_checkpoint(
             with _errors_of_dcp(call, pipe, side), shared.published(), peers.explained():
                 try:
                     with shared.collective(CheckpointException):
-                        attended(lambda: _write(writers[0], state, side), lost, timedelta.max)
+                        attended(lambda: _write(writers[0], state, side), lost, timedelta.max, opens=False)
                 except Exception:  # raised again; errors within DCP's steps, of which all learn, are BaseExceptions
                     drop_side_group("save_checkpoint", group)
                     raise

@@ -153,7 +153,7 @@ def _find_world(arguments: Arguments) -> World:
     def valid(find: Callable[[], Any], instead: Any) -> Any:
         try:
             return find()
-        except FailureError:  # no process can be informed
+        except (FailureError, OSError):  # no process can be informed, or `membership` has informed them
             raise
         except Exception as error:  # raised by `agree_on_request`, on all ranks
             if not errors:

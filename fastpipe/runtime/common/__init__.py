@@ -84,6 +84,7 @@ from fastpipe.runtime.common.waits import (
     aside,
     attended,
     call_in_thread,
+    check_descriptors,
     cloned,
     pauses,
     silent_store,

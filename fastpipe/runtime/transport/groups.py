@@ -39,6 +39,7 @@ from fastpipe.runtime.common import (
     attended,
     call_in_thread,
     cause_text,
+    check_descriptors,
     first_line,
     keep_in_children,
     lost_peer,
@@ -54,6 +55,7 @@ from fastpipe.runtime.coordination import (
     identify,
     name_attempt,
     shares_store,
+    write_failure,
 )
 
 logger = logging.getLogger("fastpipe")
@@ -226,11 +228,13 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
 
     Raises:
         FailureError: when the process group's store does not answer.
+        OSError: if this process has too few file descriptors to build a pipeline.
         ValueError: for a fake backend, or a group without this process.
     """
     if group is None and not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Membership(device=device)
+        _check_descriptors(1)
         _make_group(device, timeout)
     if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(group)):
         raise ValueError(
@@ -240,9 +244,23 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
         raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
-    # before anything can fail, so that other processes can detect the end of this one
-    attempt = _write_identity(ranks, timeout)
-    return Membership(dist.get_rank(group), group, ranks, device, timeout=timeout, attempt=attempt)
+    rank, attempt = dist.get_rank(group), _attempt_of(ranks, timeout)
+    member = Membership(rank, group, ranks, device, timeout=timeout, attempt=attempt)
+    if len(ranks) > 1:
+        try:
+            _check_descriptors(len(ranks))
+        except OSError as error:
+            failure = Failure(rank, cause_text(error), is_fatal=True)
+            write_failure(member.named().store(), failure, 0)  # as no control can be made
+            raise
+    # before anything else can fail, so that other processes can detect the end of this one
+    _write_identity(ranks, timeout)
+    return member
+
+
+def _check_descriptors(size: int) -> None:
+    """For the control of a pipeline: its sockets, and a descriptor of each process."""
+    check_descriptors(14 + size)
 
 
 def _write_identity(ranks: tuple[int, ...], timeout: float) -> str:
@@ -672,7 +690,9 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
 
     Raises:
         FailureError: when a member is dead, silent or does not create the pipeline, or they cannot connect.
+        OSError: if this process has too few file descriptors, for lack of which a thread of Gloo ends the process.
     """
+    check_descriptors(2 * member.size + 6)  # while it connects; then ``size + 3``
 
     def make() -> Any:
         own = store.clone()
