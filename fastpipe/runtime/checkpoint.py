@@ -410,7 +410,12 @@ def _errors_of_dcp(call: str, pipe: Pipeline, group: Any) -> Iterator[None]:
 
 def _shared_call(pipe: Pipeline, group: Any) -> SharedCall:
     member, control = pipe._site.member, pipe._site.control
-    return SharedCall(member, group, control.num_processes, maps_ranks=not control.pipeline)
+    processes: Sequence[int] = []
+    with contextlib.suppress(
+        LookupError, TypeError, ValueError, RuntimeError
+    ):  # `check_processes` refuses such a group
+        processes = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return SharedCall(member, processes, control.num_processes, maps_ranks=not control.pipeline)
 
 
 def _lost_named(pipe: Pipeline, group: Any) -> contextlib.AbstractContextManager[None]:
@@ -488,7 +493,8 @@ def save_checkpoint(
                 return _write(writers[0], state, group)
         timeout = pipe._steps.ranks.timeout
         # the script uses the other one meanwhile
-        side = side_group("save_checkpoint", group, timeout)
+        with _lost_named(pipe, group):
+            side = side_group("save_checkpoint", group, timeout)
         peers = _Peers(pipe._steps.control, timeout, call, lambda: pipe._site.member.lost_in(side))
 
         def lost() -> Failure | None:

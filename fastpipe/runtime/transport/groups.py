@@ -134,7 +134,7 @@ class Membership:
 
 
 class SharedCall:
-    """A call that the processes of several pipelines make together, such as a save with replicas.
+    """A call that the processes of several pipelines make together: a save, a load, the construction of replicas.
 
     A pipeline's control does not reach the others, which would wait in a collective for a process that has raised, and
     whose connections remain open. So a process that raises before the collectives have ended writes why into the
@@ -142,8 +142,8 @@ class SharedCall:
     it gets an error of its connection, and all others wait for processes that do, or for each other.
 
     Args:
-        group: of the processes that make the call; None for all. They make their calls in the same order.
-        num_reached: the number of processes that learn of a failure by the pipeline's control.
+        processes: those that make the call. They make their calls in the same order.
+        num_reached: how many of them learn of a failure by the pipeline's control.
         maps_ranks: whether the ranks in errors of the control are those of this pipeline.
 
     Attributes:
@@ -151,10 +151,7 @@ class SharedCall:
             control reaches all processes.
     """
 
-    def __init__(self, member: Membership, group: Any, num_reached: int, *, maps_ranks: bool) -> None:
-        processes: Sequence[int] = []
-        with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError):  # the call refuses such a group
-            processes = dist.get_process_group_ranks(group or dist.group.WORLD)
+    def __init__(self, member: Membership, processes: Sequence[int], num_reached: int, *, maps_ranks: bool) -> None:
         is_shared = len(processes) > num_reached and not _may_have_old_keys()
         self.watch = self._find_failure if is_shared else None
         self._member, self._maps_ranks = member, maps_ranks
