@@ -24,7 +24,8 @@ class StepError(FastpipeError, RuntimeError):
     """A training step failed, here or on another rank.
 
     Attributes:
-        rank: the rank on which it failed first, or ``None`` where that is not known.
+        rank: the rank of the pipeline on which it failed first, or ``None`` where that is not known, or where a process
+            of another pipeline failed, a replica for example: the message has its number in torch's process group.
         stage: the stage that was being computed, or ``None``.
         action: the action's text, such as ``"2F0"``, or ``None``.
         microbatch: the microbatch, or ``None``.

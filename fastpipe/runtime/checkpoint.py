@@ -71,7 +71,7 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.coordination import Control, Reply
 from fastpipe.runtime.pipeline import Pipeline
-from fastpipe.runtime.transport import drop_side_group, side_group
+from fastpipe.runtime.transport import SharedCall, drop_side_group, side_group
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Names = Mapping[int, str]
@@ -391,18 +391,31 @@ def check_processes(pipe: Pipeline, group: Any = None) -> None:
 
 
 @contextlib.contextmanager
-def _errors_of_dcp(call: str, group: Any) -> Iterator[None]:
+def _errors_of_dcp(call: str, pipe: Pipeline, group: Any) -> Iterator[None]:
     """Raise an error of DCP unchanged on the rank where it occurred, and as StepError on the others."""
     try:
         yield
     except CheckpointException as error:
-        rank, _ = _place_in(group)
-        first = rank if rank in error.failures else min(error.failures)
+        own, _ = _place_in(group)
+        first = own if own in error.failures else min(error.failures)
         raised, _ = error.failures[first]
-        if first == rank:
+        if first == own:
             raise raised from None
         cause = cause_text(raised)
-        raise StepError(f"rank {first} failed in {call}: {cause}", rank=first, cause=cause) from error
+        process, ranks = dist.get_process_group_ranks(group or dist.group.WORLD)[first], pipe._site.member.ranks
+        rank = ranks.index(process) if process in ranks else None
+        who = f"process {process}, of another pipeline," if rank is None else f"rank {rank}"
+        raise StepError(f"{who} failed in {call}: {cause}", rank=rank, cause=cause) from error
+
+
+def _shared_call(pipe: Pipeline, group: Any) -> SharedCall:
+    member, control = pipe._site.member, pipe._site.control
+    processes: Sequence[int] = []
+    with contextlib.suppress(
+        LookupError, TypeError, ValueError, RuntimeError
+    ):  # `check_processes` refuses such a group
+        processes = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return SharedCall(member, processes, control.num_processes, maps_ranks=not control.pipeline)
 
 
 def _lost_named(pipe: Pipeline, group: Any) -> contextlib.AbstractContextManager[None]:
@@ -459,6 +472,7 @@ def save_checkpoint(
     writers: list[_Writer] = []
     started: list[Future[Any]] = []
     call, step = f"save_checkpoint of {_shown(path)}" + (", asynchronous" if asynchronous else ""), pipe.step_count
+    shared = _shared_call(pipe, group)
 
     def gather() -> Reply:
         _await_pending()
@@ -475,25 +489,30 @@ def save_checkpoint(
     def write(replies: Sequence[Reply]) -> None:
         check_all_optimize(replies)
         if not asynchronous:
-            with _lost_named(pipe, group):
+            with _lost_named(pipe, group), shared.collective(CheckpointException):
                 return _write(writers[0], state, group)
         timeout = pipe._steps.ranks.timeout
         # the script uses the other one meanwhile
-        side = side_group("save_checkpoint", group, timeout)
+        with _lost_named(pipe, group):
+            side = side_group("save_checkpoint", group, timeout)
         peers = _Peers(pipe._steps.control, timeout, call, lambda: pipe._site.member.lost_in(side))
 
+        def lost() -> Failure | None:
+            return peers.lost() or (None if shared.watch is None else shared.watch())
+
         def write_aside() -> None:
-            with _errors_of_dcp(call, side), peers.explained():
+            with _errors_of_dcp(call, pipe, side), shared.published(), peers.explained():
                 try:
-                    attended(lambda: _write(writers[0], state, side), peers.lost, timedelta.max)
+                    with shared.collective(CheckpointException):
+                        attended(lambda: _write(writers[0], state, side), lost, timedelta.max, opens=False)
                 except Exception:  # raised again; errors within DCP's steps, of which all learn, are BaseExceptions
                     drop_side_group("save_checkpoint", group)
                     raise
 
         started.append(_in_background(write_aside, path))
 
-    with _errors_of_dcp(call, group):
-        pipe._steps.all_gather(call, gather, write)
+    with _errors_of_dcp(call, pipe, group), shared.published():
+        pipe._steps.all_gather(call, gather, write, shared.watch)
     return started[0] if started else None
 
 
@@ -650,6 +669,7 @@ def load_checkpoint(
     saved: dict[str, Any] = {}
     readers: list[_Reader] = []
     call = f"load_checkpoint of {_shown(path)}"
+    shared = _shared_call(pipe, group)
 
     def prepare() -> Reply:
         _await_pending()
@@ -673,11 +693,11 @@ def load_checkpoint(
         check_all_optimize(replies)
         _check_same_save(replies, path)
         _check_all_taken(_section(saved, "model"), replies, path)
-        with _lost_named(pipe, group):
+        with _lost_named(pipe, group), shared.collective(CheckpointException):
             load(state, storage_reader=readers[0], process_group=group, no_dist=not dist.is_initialized())
 
-    with _errors_of_dcp(call, group):
-        pipe._steps.all_gather(call, prepare, read)
+    with _errors_of_dcp(call, pipe, group), shared.published():
+        pipe._steps.all_gather(call, prepare, read, shared.watch)
     return restore_together(pipe, optimizers, lambda: state, call)
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fastpipe._version import __version__
@@ -24,7 +25,7 @@ from fastpipe.hardware_queues import VARIABLE, queues_text, why_too_few
 from fastpipe.placement import Placement
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ExecutionArguments, process_group
-from fastpipe.runtime.common import FailureError, attended, lost_named, on_meta, set_grad_dtype, wants_streams
+from fastpipe.runtime.common import Failure, FailureError, attended, lost_named, on_meta, set_grad_dtype, wants_streams
 from fastpipe.runtime.coordination import (
     Control,
     Cores,
@@ -100,6 +101,7 @@ from fastpipe.runtime.transport import (
     Loopback,
     Membership,
     MeshGroups,
+    SharedCall,
     Transport,
     membership,
     ranks_per_host,
@@ -115,6 +117,7 @@ class World:
     """Where a pipeline is built.
 
     Attributes:
+        replicas: the construction of all replicas, with ``data_parallel=``.
         errors: the first error in the arguments evaluated so far, if any; taken from here and raised by
             `agree_on_request`, on all ranks.
     """
@@ -125,12 +128,17 @@ class World:
     ranks_per_host: RanksPerHost
     control: Control
     cores: Cores
+    replicas: SharedCall
     errors: list[Exception]
 
     @property
     def is_single_process(self) -> bool:
         """Whether the ranks are threads of a single process."""
         return self.member.size == 1
+
+    def lost(self) -> Failure | None:
+        """The failure that keeps another process, also of a replica, from building its pipeline, if any."""
+        return self.control.lost() or (None if self.replicas.watch is None else self.replicas.watch())
 
 
 def find_world(arguments: Arguments) -> World:
@@ -153,7 +161,7 @@ def _find_world(arguments: Arguments) -> World:
     def valid(find: Callable[[], Any], instead: Any) -> Any:
         try:
             return find()
-        except FailureError:  # no process can be informed
+        except (FailureError, OSError):  # no process can be informed, or `membership` has informed them
             raise
         except Exception as error:  # raised by `agree_on_request`, on all ranks
             if not errors:
@@ -176,7 +184,15 @@ def _find_world(arguments: Arguments) -> World:
         member = member.named()
         control = _control(member, member.store(), timeout, here, pipelines)
     cores = valid(lambda: find_cores(member.size, device), Cores())
-    return World(device, timeout, member, here, control, cores, errors)
+    # without data_parallel= the replicas are unknown before the stages are built
+    processes = () if model.data_parallel is None else valid(lambda: _processes_of(model.data_parallel), ())
+    replicas = SharedCall(member, processes, 1, maps_ranks=not control.pipeline)
+    return World(device, timeout, member, here, control, cores, replicas, errors)
+
+
+def _processes_of(data_parallel: Any) -> Sequence[int]:
+    processes: Sequence[int] = dist.get_process_group_ranks(process_group(data_parallel, "data_parallel", "dp"))
+    return processes
 
 
 def _control(
@@ -323,7 +339,8 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
     share(ties, modules)
     on_meta_here = [index for index, module in modules.items() if on_meta([module])]
     if model.data_parallel is not None:
-        modules = _replicated(modules, model.data_parallel, on_meta_here)
+        replicated = partial(_replicated, modules, model.data_parallel, on_meta_here)
+        modules = attended(replicated, world.lost, timedelta(seconds=world.timeout))
     for index, module in modules.items():
         check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes)
     by_rank = modules_by_rank(placement, ranks, modules)
@@ -465,7 +482,7 @@ def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], worl
         compared.add(groups)
         compare = partial(same_text, str(sorted(arguments.items())), groups, parallel.device)
         with lost_named(f"of the replicas of stage {stage.index}, ", partial(others_in, groups)):
-            same = attended(compare, world.control.lost, timedelta(seconds=world.timeout))
+            same = attended(compare, world.lost, timedelta(seconds=world.timeout))
         if not same:
             here = ", ".join(
                 f"{name} = {arguments[name]}"

@@ -250,7 +250,7 @@ class MemoryCheckpoint:
             return
         writing, self._writing = self._writing, None
         control, limit = self._pipe._steps.control, timedelta(seconds=self._pipe._steps.ranks.timeout)
-        return writing.result() if writing.done() else attended(writing.result, control.lost, limit)
+        return writing.result() if writing.done() else attended(writing.result, control.lost, limit, opens=False)
 
     def _make_folder(self) -> Reply:
         if self._folder in _open:

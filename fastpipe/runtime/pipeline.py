@@ -201,7 +201,7 @@ class Pipeline:
     ) -> None:
         arguments = Arguments.of(locals())
         world = find_world(arguments)
-        with building(world.control) as undo:
+        with world.replicas.published(), building(world.control) as undo:
             request = agree_on_request(arguments, world)
             arguments, local, executor_type = agree_on_stages(arguments, request, world)
             self.transport = connect(arguments, world, executor_type)

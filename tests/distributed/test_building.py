@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import socket
 import time
@@ -370,3 +371,27 @@ def test_ranks_that_connect_late_need_no_keys(monkeypatch: pytest.MonkeyPatch) -
     with ThreadPoolExecutor(size) as threads:
         found = [tensor.item() for _, tensor in list(threads.map(send, range(size)))]
     assert found == [0, 1, 2, 0, 4, 5] and not store.num_keys()
+
+
+def build_with_few_descriptors(free: int, transport: str) -> str:
+    """Runs on every rank; rank 1 may open so many files more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if dist.get_rank() == 1:
+        count = len(os.listdir("/proc/self/fd")) - 1  # without that of the folder
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count + free, limits[1]))
+    try:
+        with pytest.raises((StepError, OSError)) as raised:
+            Pipeline(CASES["plain"].layers(2), "1f1b", 2, CASES["plain"].loss_fn, transport=transport)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    is_own = dist.get_rank() == 1
+    assert isinstance(raised.value, OSError if is_own else StepError) and (is_own or raised.value.rank == 1)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("free", "transport"), [(0, "auto"), (3, "auto"), (17, "process_group")])
+def test_a_rank_with_few_descriptors_says_so(free: int, transport: str) -> None:
+    """Without a check its connections are attempted until the timeout, and a thread of Gloo ends the process."""
+    with ranks(2) as group:
+        for text in group.run(build_with_few_descriptors, free, transport):
+            assert re.search(r"Too many open files: the limit of this process is \d+, .*\(ulimit -n\)", text), text

@@ -18,7 +18,6 @@ from torch import nn
 
 from fastpipe import MemoryCheckpoint, Pipeline, checkpoint_folder, latest_checkpoint, load_checkpoint, save_checkpoint
 from fastpipe.runtime import checkpoint
-from tests.distributed.meshes import mesh
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.distributed.test_awkward_errors import ERRORS
 from tests.distributed.test_step import caught, refuses
@@ -258,27 +257,40 @@ def test_killed_in_any_phase_the_one_before_it_loads(phase: str, asynchronous: b
     assert [left.name for left in tmp_path.iterdir()] == ["a"] and load_checkpoint(path, pipe) == 3
 
 
-def die_in_a_save_of_replicas(folder: str, asynchronous: bool) -> str:
-    """Runs on every rank: what the survivors are told when one of another pipeline is killed."""
-    over = mesh()
+REFUSED = {"before": (checkpoint, "check_target"), "within": (checkpoint, "sync_folder")}
+"""What raises on process 2: before it joins the collectives of a save, or within one, of which DCP tells all."""
+
+
+def fail_in_a_save_of_replicas(folder: str, how: str, asynchronous: bool) -> tuple[str, str, int | None]:
+    """Runs on every rank of three replicas: what a save raises if process 2 is killed, or raises."""
+    over = dist.init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "pp"))
     pipe = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], "gpipe", 1, group=over["pp"], data_parallel=over["dp"])
-    if dist.get_rank() == 2:
+    is_victim = dist.get_rank() == 2
+    if is_victim and how == "killed":
         die_at(checkpoint._SyncedFile, "write", 1)
-    with pytest.raises(RuntimeError) as error:
+
+    def save() -> None:
         writing = save_checkpoint(folder, pipe, asynchronous=asynchronous)
         if writing is not None:
             writing.result()
-    if dist.get_rank() == 3:  # as a script does
-        os._exit(1)
-    return str(error.value)
+
+    raises = mock.patch.object(*REFUSED[how], side_effect=OSError("no")) if is_victim and how in REFUSED else nothing()
+    with raises:
+        return caught(save)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_replica_that_is_killed_in_a_save_is_named(asynchronous: bool, tmp_path: Path) -> None:
-    with ranks(4) as group:
-        group.start(die_in_a_save_of_replicas, str(tmp_path / "a"), asynchronous)
-        for text in group.results([0, 1]):
-            assert re.search(r"process(es \[| )2.* has exited, or has closed its connections", text), text
+@pytest.mark.parametrize(
+    ("how", "asynchronous"), [("killed", False), ("killed", True), ("before", False), ("within", True)]
+)
+def test_no_replica_waits_for_one_that_has_failed_in_a_save(how: str, asynchronous: bool, tmp_path: Path) -> None:
+    """Processes that wait for the victim's peer, which lives on, would wait for half an hour."""
+    with ranks(6) as group:
+        group.start(fail_in_a_save_of_replicas, str(tmp_path / "a"), how, asynchronous)
+        survivors = [rank for rank in range(6) if rank != 2]
+        for process, (kind, text, rank) in zip(survivors, group.results(survivors), strict=True):
+            assert kind == "StepError" and rank == (0 if process == 3 else None), text
+            assert re.search("process(es \\[| )2" if process != 3 else "rank 0", text), text
+            assert ("OSError: no" in text) == (how != "killed"), text
 
 
 def spoil_and_load(folder: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline, Placement, Schedule
+from fastpipe.runtime import construction
 from fastpipe.runtime.common import torch_private
 from fastpipe.runtime.data_parallel import DataParallel
 from tests.conftest import executors_in_turn
@@ -292,6 +293,26 @@ def test_a_replica_that_exits_while_pipelines_are_built_is_named() -> None:
         group.start(builds_without_a_replica)
         kind, text = group.results([0])[0]
     assert kind == "StepError" and "of the replicas of stage 0, process 1 has exited" in text, text
+
+
+def builds_where_one_raises(name: str) -> tuple[str, str, int | None]:
+    """Runs on every rank: what is raised where process 3 raises in the construction."""
+    over = mesh()
+    made = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    raises = mock.patch.object(construction, name, side_effect=ArithmeticError("on purpose"))
+    with raises if dist.get_rank() == 3 else contextlib.nullcontext():
+        return caught(lambda: Pipeline(made, "gpipe", 1, group=over["pp"], data_parallel=over["dp"]))
+
+
+@pytest.mark.parametrize("name", ["build_stages", "compare_replicas"])
+def test_a_replica_that_is_not_built_ends_the_construction_of_the_others(name: str) -> None:
+    """They would wait for it in a constructor of DistributedDataParallel for half an hour, or until the timeout."""
+    with ranks(4) as group:
+        answers = group.run(builds_where_one_raises, name)
+    assert answers[3] == ("ArithmeticError", "on purpose", None)
+    assert answers[2] == ("StepError", "rank 1 could not build the pipeline: ArithmeticError: on purpose", 1)
+    for kind, text, _ in answers[:2]:
+        assert kind == "StepError" and "process 3, of another pipeline: ArithmeticError: on purpose" in text, text
 
 
 def steps_over_a_closed_group() -> str:

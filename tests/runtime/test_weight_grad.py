@@ -187,3 +187,58 @@ def test_a_gradient_inside_the_forward(kernel: str) -> None:
             return y + slope
 
     compare(Penalised, kernel)
+
+
+class View(nn.Module):
+    """Returns a view made under no_grad of a tensor with a graph; it has ``requires_grad``, but no gradient passes it.
+
+    Args:
+        of: what it is a view of: the output or the weight.
+    """
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.of = of
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.linear.weight
+        if self.of == "weight":
+            with torch.no_grad():
+                weight = weight.view(weight.shape)
+        output = nn.functional.linear(x, weight, self.linear.bias)
+        if self.of == "output":
+            with torch.no_grad():
+                return output.view(output.shape)
+        return output
+
+
+@BOTH_KERNELS
+@pytest.mark.parametrize("of", ["output", "weight"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_view_without_a_graph_gets_no_gradient(schedule: str, of: str, kernel: str) -> None:
+    def model() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Linear(WIDTH, WIDTH), View(of), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+
+    layers, unsplit = model(), Chain(dict(enumerate(model())))
+    pipe = Pipeline(layers, schedule, 5, squared, num_ranks=2, executor=kernel)
+    x, y = batch_of(11)
+    result = pipe.step(x, target=y)
+    reference = reference_step(unsplit, (x, y), pipe.schedule, loss_fn=squared)
+    assert result.loss is not None and same_bits(result.loss, reference.loss)
+    grads = [[p.grad for p in module.parameters()] for module in (nn.ModuleList(layers), unsplit)]
+    # where stages exchange gradients, one that no backward reaches is zeros
+    assert all(same_bits(g, e) if e is not None else g is None or not g.any() for g, e in zip(*grads, strict=True))
+
+
+def test_a_loss_without_a_graph_is_refused(executor: str) -> None:
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = squared(output, target)
+        with torch.no_grad():
+            return loss.view(())
+
+    x, y = batch_of(4)
+    pipe = Pipeline([nn.Linear(WIDTH, WIDTH)], "gpipe", 1, loss_fn, num_ranks=1, executor=executor)
+    with pytest.raises(ValueError, match="loss_fn returned a loss that requires no gradient"):
+        pipe.step(x, target=y)

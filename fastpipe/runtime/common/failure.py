@@ -76,7 +76,10 @@ class Failure:
         if self.pipeline:
             closed = "the pipeline and the groups of its mesh are closed; start the processes again"
         again = f"; {closed}" if self.is_fatal and not what else ""
-        place = f"{self.place()} {what}" if what else f"the step failed on {self.place()}"
+        if self.rank is None:  # the cause names processes, if it knows any
+            place = what or "the step failed"
+        else:
+            place = f"{self.place()} {what}" if what else f"the step failed on {self.place()}"
         error = StepError(
             f"{place}: {self.cause}{again}",
             rank=self.rank,

@@ -128,6 +128,18 @@ def tensors_in(value: Any, what: str) -> Tensors:
     return found
 
 
+def has_graph(tensor: torch.Tensor) -> bool:
+    """Whether a backward can begin at a tensor.
+
+    Not at a view that was made under no_grad of a tensor with a graph: it has ``requires_grad``, and no node.
+    """
+    if tensor.grad_fn is not None or not tensor.requires_grad:
+        return tensor.requires_grad
+    with torch.enable_grad():
+        node: Any = tensor.view_as(tensor).grad_fn
+    return node.next_functions[0][0] is not None
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of the elements in row-major order, on the CPU."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -7,6 +7,9 @@ threads.
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -120,8 +123,33 @@ def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[floa
         yield pause
 
 
+def check_descriptors(count: int = 1) -> None:
+    """Raise OSError if this process cannot open ``count`` more files."""
+    opened = []
+    try:
+        for _ in range(count):
+            opened.append(os.open("/", os.O_RDONLY))
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise OSError(
+            error.errno,
+            f"{os.strerror(error.errno)}: the limit of this process is {limit}, and it needs {count} more; raise the "
+            "limit (ulimit -n), or close files",
+        ) from None
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
 def attended(
-    connect: Callable[[], _T], lost: Callable[[], Failure | None], timeout: timedelta, peer: int | None = None
+    connect: Callable[[], _T],
+    lost: Callable[[], Failure | None],
+    timeout: timedelta,
+    peer: int | None = None,
+    *,
+    opens: bool = True,
 ) -> _T:
     """Connect to other ranks in a thread, as c10d blocks, while this thread checks for lost processes.
 
@@ -131,14 +159,18 @@ def attended(
         connect: connects. It gets no state of the calling thread, such as its current device.
         lost: returns the failure that keeps another process from connecting, if any; see `Control.lost`.
         timeout: for slow processes, and for losses that are not detected.
+        opens: whether it opens connections, which c10d attempts until a timeout if there is no free descriptor.
 
     Raises:
         FailureError: if a process is dead, fails to build the pipeline, or does not connect in time.
+        OSError: if this process has no free descriptor for a connection.
     """
     made = call_in_thread(connect, "fastpipe-connect")
     for pause in waiting(timeout.total_seconds(), lost):
         if wait([made], pause).done:
             return made.result()
+        if opens:
+            check_descriptors()
     who = "the other ranks did not" if peer is None else f"rank {peer} did not"
     raise lost_peer(
         f"{who} connect within {timeout.total_seconds():g} s; see what they are doing, or set a longer timeout", peer

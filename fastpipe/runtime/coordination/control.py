@@ -49,6 +49,7 @@ class Control:
 
     Attributes:
         step: number of calls of `begin`.
+        num_processes: the number of processes that the exchange reaches.
         deferred: results that the device computes after the host ends a step; None for a single process.
         pipeline: in a mesh, where this pipeline is.
         remark: a note for `Pipeline.describe`; empty if there is nothing unusual.
@@ -56,6 +57,7 @@ class Control:
 
     rank = 0
     size = 1
+    num_processes = 1
     step = 0
     deferred: DeferredResults | None = None
     remark = ""

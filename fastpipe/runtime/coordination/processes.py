@@ -71,7 +71,7 @@ class Processes(Control):
         identity: Callable[[int], Identity | None] = lambda rank: None,
     ) -> None:
         self.rank = rank
-        self.size = size
+        self.size = self.num_processes = size
         self.step = 0
         self._process = os.getpid()
         self._lost: Failure | None = None  # reported in this step
@@ -462,6 +462,7 @@ class MeshControl(Control):
 
     def __init__(self, whole: Processes, store: Any, pipelines: Sequence[str], size: int, timeout: float) -> None:
         self._whole, self._pipelines, self.size = whole, pipelines, size
+        self.num_processes = whole.size
         self._pipeline, self.rank = divmod(whole.rank, size)
         self.pipeline = pipelines[self._pipeline]
         self._on_failure: Callable[[Failure], None] = lambda failure: None

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastpipe.runtime.common import Tensors, is_dtensor, pytree, tensor_leaves, tensors_in, torch_private
+from fastpipe.runtime.common import Tensors, has_graph, is_dtensor, pytree, tensor_leaves, tensors_in, torch_private
 from fastpipe.runtime.stage.boundary import deliver
 
 
@@ -430,7 +430,7 @@ class StageLosses:
             found, metrics = loss_and_metrics(self.loss_fn(loss_arguments(output, divisor), target, **carried))
         loss = checked_loss(found)
         scaled = scale_loss(loss, divisor)
-        if torch.is_grad_enabled() and not scaled.requires_grad:
+        if torch.is_grad_enabled() and not has_graph(loss):
             name = "the last stage" if self.loss_fn is None else "loss_fn"
             raise ValueError(
                 f"{name} returned a loss that requires no gradient: leave out detach() and no_grad(), let a parameter "

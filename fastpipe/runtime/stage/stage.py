@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fastpipe.program import Op
-from fastpipe.runtime.common import Tensors, torch_private
+from fastpipe.runtime.common import Tensors, has_graph, torch_private
 from fastpipe.runtime.data_parallel import find_data_parallel, unwrapped
 from fastpipe.runtime.model import (
     NONE,
@@ -188,7 +188,7 @@ class Stage:
         if self.random is not None:
             self.random.note_graph(outputs)
         self.running = self._received_tensors = None
-        return outputs
+        return _without_lost_graphs(outputs)
 
     def _rng(self, microbatch: int) -> AbstractContextManager[None]:
         """Around a forward: the guard of random numbers."""
@@ -280,7 +280,7 @@ class Stage:
         if self.random is not None:
             self.random.note_fused()
         self.running = self._received_tensors = None
-        return outputs
+        return _without_lost_graphs(outputs)
 
     def _check_fused(self, outputs: Sequence[torch.Tensor]) -> None:
         """Raise ValueError if the outputs of the modules' own method do not match those of the forward."""
@@ -489,6 +489,13 @@ class Stage:
         self._received_tensors = None
         if self.held is not None:
             self.held.clear()
+
+
+def _without_lost_graphs(outputs: Tensors) -> Tensors:
+    """The outputs; those at which no backward can begin are detached, as in the unsplit model they get no gradient."""
+    if not torch.is_grad_enabled():
+        return outputs
+    return tuple(t.detach() if t.requires_grad and not has_graph(t) else t for t in outputs)
 
 
 def warn_of_whole_weights(stages: Sequence[Stage]) -> None:

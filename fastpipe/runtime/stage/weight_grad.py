@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction, GraphExecGroup
 
 from fastpipe.runtime import native
-from fastpipe.runtime.common import is_dtensor, local_part, torch_private, version_of
+from fastpipe.runtime.common import has_graph, is_dtensor, local_part, torch_private, version_of
 
 
 @dataclass
@@ -321,7 +321,7 @@ def _plain(tensor: torch.Tensor, like: torch.Tensor) -> bool:
 
 def _fits(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether the kernel supports these; torch runs all else and raises its errors."""
-    if not weight.requires_grad or weight.dim() != 2 or inputs.dim() < 1 or inputs.size(-1) != weight.size(1):
+    if not has_graph(weight) or weight.dim() != 2 or inputs.dim() < 1 or inputs.size(-1) != weight.size(1):
         return False
     if bias is not None and (bias.shape != weight.shape[:1] or not _plain(bias, weight)):
         return False

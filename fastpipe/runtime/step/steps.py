@@ -596,7 +596,11 @@ class Steps:
             stage.deferred = None
 
     def all_gather(
-        self, call: str, make: Callable[[], Reply], then: Callable[[Replies], None] | None = None
+        self,
+        call: str,
+        make: Callable[[], Reply],
+        then: Callable[[Replies], None] | None = None,
+        lost: Callable[[], Failure | None] | None = None,
     ) -> Replies:
         """Gather a message from every process, between steps.
 
@@ -604,6 +608,7 @@ class Steps:
             call: the name of the call, the same on every rank.
             make: returns the message; an exception is an error on every rank.
             then: called with the messages, for collective work; see `_together`.
+            lost: returns the failure of a process of another pipeline that takes part in that work, if any.
 
         Raises:
             StepError: if another process failed, is dead or is silent.
@@ -618,7 +623,7 @@ class Steps:
                 errors.append(error)
             replies = self._agree(message, errors, f"failed in {call}")
             if then is not None:
-                self._together(call, partial(then, replies))
+                self._together(call, partial(then, replies), lost)
             return replies
 
     @contextlib.contextmanager
@@ -630,14 +635,16 @@ class Steps:
         finally:
             self._part_of = ""
 
-    def _together(self, call: str, work: Callable[[], None]) -> None:
+    def _together(
+        self, call: str, work: Callable[[], None], lost_elsewhere: Callable[[], Failure | None] | None
+    ) -> None:
         """Run collective work in a thread, which gets this thread's stream and no other state of it.
 
         The work may take any time. In rounds of an exchange the ranks tell each other whether theirs has ended. So a
         silent rank is named after the timeout, and all learn of an error that is raised on one rank alone. If all have
         ended, the pipeline can be used further.
         """
-        if self.control.is_alone:
+        if self.control.is_alone and lost_elsewhere is None:
             return work()
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
@@ -645,6 +652,10 @@ class Steps:
             if stream is not None:
                 torch.cuda.set_stream(stream)  # and the device
             work()
+
+        def lost() -> Failure | None:
+            elsewhere = None if lost_elsewhere is None else lost_elsewhere()
+            return self.control.lost() or (elsewhere and replace(elsewhere, cause=f"{call}: {elsewhere.cause}"))
 
         self.watchdog.phase = f"is in {call}"
         running: Future[None] | None = None
@@ -655,15 +666,15 @@ class Steps:
             with self._published():
                 running = call_in_thread(work_in_thread, "fastpipe-collective")
                 for number in itertools.count():
-                    ended = self._has_ended(running, seconds, errors)
+                    ended = self._has_ended(running, seconds, lost, errors)
                     failure = Failure(self.control.rank, cause_text(errors[0])) if errors else None
                     exchange = partial(self.control.exchange, f"end {number}")
                     replies, refused = exchange_or_refuse(exchange, {"call": call, "ended": ended}, failure)
                     if all(reply["ended"] for reply in replies.everywhere):
                         break
                     if refused is not None and has_failed:  # in the last round, too: others may wait for that rank
-                        lost = replace(refused, cause=f"{call}: {refused.cause}", is_fatal=True)
-                        raise errors[0] if errors else FailureError(lost)
+                        fatal = replace(refused, cause=f"{call}: {refused.cause}", is_fatal=True)
+                        raise errors[0] if errors else FailureError(fatal)
                     has_failed = refused is not None
             if errors:
                 raise errors[0]
@@ -673,7 +684,13 @@ class Steps:
         if refused is not None:
             raise refused.error(f"failed in {call}")
 
-    def _has_ended(self, running: Future[None], seconds: float, errors: list[BaseException]) -> bool:
+    def _has_ended(
+        self,
+        running: Future[None],
+        seconds: float,
+        lost: Callable[[], Failure | None],
+        errors: list[BaseException],
+    ) -> bool:
         """Wait for the work of this rank; an exception of it, or of a signal's handler, is added to ``errors``.
 
         Work that a signal interrupts goes on in its thread.
@@ -682,7 +699,7 @@ class Steps:
             FailureError: if a process is lost.
         """
         try:
-            for pause in waiting(seconds, self.control.lost):
+            for pause in waiting(seconds, lost):
                 if wait([running], pause).done:
                     running.result()
                     return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 from fastpipe.runtime.transport.groups import (
     Membership,
     MeshGroups,
+    SharedCall,
     drop_side_group,
     leave_groups,
     membership,

@@ -24,17 +24,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fastpipe.errors import StepError
 from fastpipe.runtime import native
 from fastpipe.runtime.common import (
     CPU,
     SHORT_EXIT_SECONDS,
     STORE_SECONDS,
+    CircuitBreaker,
     Failure,
     FailureError,
     StoreWithTimeout,
     aside,
     attended,
     call_in_thread,
+    cause_text,
+    check_descriptors,
     first_line,
     keep_in_children,
     lost_peer,
@@ -50,6 +54,7 @@ from fastpipe.runtime.coordination import (
     identify,
     name_attempt,
     shares_store,
+    write_failure,
 )
 
 logger = logging.getLogger("fastpipe")
@@ -127,6 +132,78 @@ class Membership:
         return others
 
 
+class SharedCall:
+    """A call that the processes of several pipelines make together: a save, a load, the construction of replicas.
+
+    A pipeline's control does not reach the others, which would wait in a collective for a process that has raised, and
+    whose connections remain open. So a process that raises before the collectives have ended writes why into the
+    default store, where the others look while they wait. A process that exits need not be watched: whoever waits for
+    it gets an error of its connection, and all others wait for processes that do, or for each other.
+
+    Args:
+        processes: those that make the call. They make their calls in the same order.
+        num_reached: how many of them learn of a failure by the pipeline's control.
+        maps_ranks: whether the ranks in errors of the control are those of this pipeline.
+
+    Attributes:
+        watch: returns the failure of a process that the others wait for, if any; polled, from any thread. None if the
+            control reaches all processes.
+    """
+
+    def __init__(self, member: Membership, processes: Sequence[int], num_reached: int, *, maps_ranks: bool) -> None:
+        is_shared = len(processes) > num_reached and not _may_have_old_keys()
+        self.watch = self._find_failure if is_shared else None
+        self._member, self._maps_ranks = member, maps_ranks
+        self._key = f"{_new_name('call', tuple(processes))}/failure"
+        self._breaker = CircuitBreaker(min(1.0, member.timeout / 4))
+        self._has_ended = False
+
+    def _find_failure(self) -> Failure | None:
+        def read() -> str:
+            store = torch_private.default_store()
+            return store.get(self._key).decode() if store.check([self._key]) else ""
+
+        text = self._breaker.call(read, "")
+        if not text:
+            return None
+        process, cause = json.loads(text)
+        if process in self._member.ranks:
+            return Failure(self._member.ranks.index(process), cause, is_fatal=True)
+        who = "" if process is None else f"process {process}, of another pipeline: "
+        return Failure(None, f"{who}{cause}", is_fatal=True)
+
+    @contextlib.contextmanager
+    def published(self) -> Iterator[None]:
+        """Context of the whole call on this process."""
+        try:
+            yield
+        except BaseException as error:  # raised again, after it is published
+            if self.watch is not None and not self._has_ended:
+                text = json.dumps(self._cause_of(error))
+                self._breaker.call(lambda: torch_private.default_store().compare_set(self._key, "", text), None)
+            raise
+
+    @contextlib.contextmanager
+    def collective(self, everywhere: type[BaseException]) -> Iterator[None]:
+        """Context of the collectives; they have ended, too, if all processes raise an exception of the given type."""
+        try:
+            yield
+        except everywhere:
+            self._has_ended = True
+            raise
+        self._has_ended = True
+
+    def _cause_of(self, error: BaseException) -> tuple[int | None, str]:
+        """The process that failed, None if unknown, and the cause."""
+        if not isinstance(error, StepError):
+            return dist.get_rank(), cause_text(error)
+        if error.rank is None:
+            return None, error.cause or str(error)
+        if self._maps_ranks:
+            return self._member.ranks[error.rank], error.cause or str(error)
+        return dist.get_rank(), str(error)
+
+
 def ranks_per_host(timeout: float = 600.0) -> RanksPerHost:
     """The ranks on this process's host."""
     if not dist.is_initialized():
@@ -147,11 +224,13 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
 
     Raises:
         FailureError: when the process group's store does not answer.
+        OSError: if this process has too few file descriptors to build a pipeline.
         ValueError: for a fake backend, or a group without this process.
     """
     if group is None and not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Membership(device=device)
+        _check_descriptors(1)
         _make_group(device, timeout)
     if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(group)):
         raise ValueError(
@@ -161,9 +240,23 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
         raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
-    # before anything can fail, so that other processes can detect the end of this one
-    attempt = _write_identity(ranks, timeout)
-    return Membership(dist.get_rank(group), group, ranks, device, timeout=timeout, attempt=attempt)
+    rank, attempt = dist.get_rank(group), _attempt_of(ranks, timeout)
+    member = Membership(rank, group, ranks, device, timeout=timeout, attempt=attempt)
+    if len(ranks) > 1:
+        try:
+            _check_descriptors(len(ranks))
+        except OSError as error:
+            failure = Failure(rank, cause_text(error), is_fatal=True)
+            write_failure(member.named().store(), failure, 0)  # as no control can be made
+            raise
+    # before anything else can fail, so that other processes can detect the end of this one
+    _write_identity(ranks, timeout)
+    return member
+
+
+def _check_descriptors(size: int) -> None:
+    """For the control of a pipeline: its sockets, and a descriptor of each process."""
+    check_descriptors(14 + size)
 
 
 def _write_identity(ranks: tuple[int, ...], timeout: float) -> str:
@@ -228,17 +321,26 @@ def _attempt_of(ranks: tuple[int, ...], timeout: float) -> str:
     if len(ranks) == 1 or not shares_store() or dist.group.WORLD in _own_worlds:
         return ""
     if ranks not in _attempts:
-        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
-            logger.warning(
-                "torchrun keeps one store for all attempts, and init_process_group of this script connects to "
-                "processes of earlier ones after a restart: let fastpipe.Pipeline make the process group, or set "
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and start torchrun with --standalone or --rdzv-backend=c10d"
-            )
+        if _may_have_old_keys():
+            logger.warning("%s", _RESTARTS)
         own, limit = ranks.index(dist.get_rank()), timedelta(seconds=timeout)
         store = distributed_c10d.PrefixStore(f"fastpipe/{_digest(ranks)}", torch_private.default_store().clone())
         name = attended(lambda: name_attempt(store, own, len(ranks), timeout), lambda: None, 2 * limit)
         _attempts[ranks] = f"{name}/"
     return _attempts[ranks]
+
+
+def _may_have_old_keys() -> bool:
+    """Whether the default store may have keys of an earlier attempt, of the same names."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    return restarts and shares_store() and dist.group.WORLD not in _own_worlds
+
+
+_RESTARTS = (
+    "torchrun keeps one store for all attempts, and init_process_group of this script connects to processes of earlier "
+    "ones after a restart: let fastpipe.Pipeline make the process group, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+    "and start torchrun with --standalone or --rdzv-backend=c10d"
+)
 
 
 def _make_group(device: torch.device, timeout: float) -> None:
@@ -581,7 +683,9 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
 
     Raises:
         FailureError: when a member is dead, silent or does not create the pipeline, or they cannot connect.
+        OSError: if this process has too few file descriptors, for lack of which a thread of Gloo ends the process.
     """
+    check_descriptors(2 * member.size + 6)  # while it connects; then ``size + 3``
 
     def make() -> Any:
         own = store.clone()
