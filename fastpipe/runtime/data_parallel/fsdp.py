@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -153,7 +154,8 @@ class Sharded(DataParallel):
             RuntimeError: if a group is broken; the others have begun, as replicas wait in them.
         """
         if self._announced is None and self.groups[0] not in self.broken:
-            marks = [*self.marks(), self._mode, self._mode**2]
+            trained = self._trained()
+            marks = [*self.marks(), self._mode, self._mode**2, trained, trained**2]
             with self._aside:
                 self._announced = torch.tensor(marks, dtype=torch.int64, device=self.device)
                 work = dist.all_reduce(self._announced, group=self.groups[0], async_op=True)
@@ -185,11 +187,25 @@ class Sharded(DataParallel):
                 self._why = self._compared(*self._announced.tolist())
         return self._why
 
-    def _compared(self, count: int, total: int, squares: int, modes: int, mode_squares: int) -> str:
+    def _trained(self) -> int:
+        """A digest of which parameters are trained in this step, of 24 bits, so that sums of squares fit."""
+        parameters = (parameter.sharded_param for group in self._groups for parameter in group.fsdp_params)
+        return zlib.crc32(bytes(parameter.requires_grad for parameter in parameters)) >> 8 if self._mode else 0
+
+    def _compared(
+        self, count: int, total: int, squares: int, modes: int, mode_squares: int, trained: int, trained_squares: int
+    ) -> str:
         if count * mode_squares != modes**2:
             return (
                 f"the replicas of stage {self.stage}, in the processes {self.processes()}, were not called alike, here "
                 f"for {_MODES[self._mode]}; with fully_shard call step, eval_step and no_sync alike in all of them"
+            )
+        if count * trained_squares != trained**2:
+            inner_first = (named for module in reversed(self.modules) for named in module.named_parameters())
+            frozen = {parameter: name for name, parameter in inner_first if not parameter.requires_grad}
+            return (
+                f"the replicas of stage {self.stage}, in the processes {self.processes()}, do not train the same "
+                f"parameters (frozen here: {listed(frozen.values())}); call requires_grad_() alike in all of them"
             )
         return self.why_not_same(count, total, squares)
 
