@@ -412,7 +412,7 @@ at::Tensor flattened(const at::Tensor& input, const at::Tensor& weight, const at
   const std::int64_t rows = c10::multiply_integers(sizes.begin(), sizes.end() - 1);
   const at::Tensor rows_of = input.reshape({rows, sizes.back()});
   sizes.back() = weight.size(0);
-  if (bias.defined() && input.dim() >= 3 && input.is_contiguous()) {
+  if (bias.defined() && input.is_contiguous()) {
     return multiply(rows_of, weight, bias, arming).view(sizes);
   }
   at::Tensor output = at::_unsafe_view(multiply(rows_of, weight, {}, arming), sizes);

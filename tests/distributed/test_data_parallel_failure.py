@@ -394,6 +394,27 @@ def test_shards_whose_replicas_are_not_called_alike(how: str, executor: str, gro
         assert f"here for {called};" in text, text
 
 
+def not_frozen_alike(executor: str) -> str:
+    over, replica = mesh_and_replica()
+    pipe = build("fsdp", "zbv", executor, over)
+    weights = [p for name, p in pipe.named_parameters() if name.endswith(("norm.weight", "norm.bias")[replica])]
+    for weight in weights:
+        weight.requires_grad_(False)
+    kind, text, _ = caught(lambda: step(pipe, 0, replica))
+    assert kind == "StepError", (kind, text)
+    for weight in weights:
+        weight.requires_grad_(True)
+    check_next_step(pipe, replica)
+    return text
+
+
+def test_shards_whose_replicas_train_different_parameters(executor: str, group_of: GroupOf) -> None:
+    """Of one size: without a comparison one replica's gradient would be added to that of another parameter."""
+    for rank, text in enumerate(group_of(4).run(not_frozen_alike, executor)):
+        assert re.search(r"the replicas of stage \d, in the processes \[\d, \d\], do not train the same", text), text
+        assert re.search(r"\(frozen here: \d\.norm\." + ("weight", "bias")[rank // 2], text), text
+
+
 def only_one_clips() -> list[tuple[str, str]]:
     over, replica = mesh_and_replica()
     pipe = build("fsdp", "zbv", "auto", over, timeout=10.0)

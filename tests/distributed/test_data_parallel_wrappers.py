@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,7 @@ from tests.distributed.meshes import (
     shard,
     squared,
     step,
+    whole_grad,
     wrong_gradients,
 )
 from tests.distributed.ranks import GroupOf, on_ranks
@@ -66,12 +68,29 @@ def choosy_layers(replica: int) -> list[nn.Module]:
     return list(made)
 
 
-class HookedReference(Reference):
-    """With a parameter that only the second replica's model uses."""
+class Either(Block):
+    """Each replica uses a linear of its own, and none uses the third."""
 
-    def __init__(self, pipe: Pipeline) -> None:
+    def __init__(self, replica: int) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.replica = replica
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.linears[self.replica](x))
+
+
+def either_layers(replica: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Either(replica), *choosy_layers(replica)[1:]]
+
+
+class HookedReference(Reference):
+    """With parameters that only one replica's model uses."""
+
+    def __init__(self, pipe: Pipeline, made: Callable[[int], list[nn.Module]] = choosy_layers) -> None:
         super().__init__(pipe)
-        self.models = [nn.Sequential(*choosy_layers(replica)) for replica in range(2)]
+        self.models = [nn.Sequential(*made(replica)) for replica in range(2)]
 
 
 @on_ranks(2)
@@ -92,6 +111,27 @@ def test_options_of_ddp_and_parameters_without_gradients(executor: str) -> None:
         grads = {name: p.grad for name, p in pipe.named_parameters()}
         assert grads["1.for_one.weight"] is not None and grads["1.for_none.weight"] is None
         assert grads["0.for_one.weight"] is None
+
+
+@on_ranks(2)
+def test_shards_whose_replicas_use_other_parameters(executor: str) -> None:
+    """What one replica lacks is zero there, and has its place in the reduction; what both lack has no gradient."""
+    over, replica = mesh_and_replica()
+    for wrap in (shard, shard_in_bf16):
+        made = partial(either_layers, replica)
+        pipe = build(wrap, by_hand(SPLIT), executor, over, made=made, num_microbatches=None)
+        reference = HookedReference(pipe, either_layers)
+        for number in range(2):
+            reference.put_aside()
+            step(pipe, number, replica)
+            reference.step(number)
+            if wrap is shard:
+                assert not (wrong := wrong_gradients(pipe, reference)), wrong
+        grads = {name: whole_grad(parameter) for name, parameter in pipe.named_parameters()}
+        assert grads["0.linears.0.weight"] is not None and grads["0.linears.2.weight"] is None
+        for name, found in grads.items():
+            expected = reference.grad(name)
+            assert found is expected or torch.allclose(found, expected, atol=0.02), name
 
 
 @on_ranks(2)

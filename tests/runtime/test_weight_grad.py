@@ -19,6 +19,7 @@ from tests.runtime.split_models import (
     WIDTH,
     Checkpointed,
     Mlp,
+    OneDimension,
     Parametrised,
     Transformer,
     WithLinear,
@@ -91,6 +92,8 @@ def test_every_schedule(schedule: str, kernel: str) -> None:
 def test_autocast(kernel: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         pipe = compare(Transformer, kernel)
+        # a bias is added before the product is rounded, also for a single row
+        compare(OneDimension, kernel)
     assert waiting(pipe) == {"attention.qkv", "attention.out.weight", "mlp.up.weight", "mlp.down.weight"}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -71,6 +72,8 @@ class Sharded(DataParallel):
         self._announced: torch.Tensor | None = None
         self._announcing: Any = None
         self._why: str | None = None  # the result of `_why_not_alike`; None until it is known
+        self._unused: dict[Any, bool] = {}
+        """FSDP's objects of parameters without a gradient here, and whether their shards have one of earlier steps."""
         is_host = self.device.type == "cpu"
         # a stream of its own, so that reading what was announced does not wait for the step's kernels
         self._aside: Any = contextlib.nullcontext() if is_host else torch.Stream(device=self.device)
@@ -133,6 +136,7 @@ class Sharded(DataParallel):
         super().begin(reduces, num_microbatches, timeout)
         self._mode = 2 if reduces else int(torch.is_grad_enabled())
         self._announced = self._why = None
+        self._unused = {}
         self._last = [(context, context.is_last_backward) for context in torch_private.fsdp_contexts(self._states)]
         self._flags = [(group, {name: getattr(group, name) for name in _HELD_BACK}) for group in self._groups]
         for context, _ in self._last:
@@ -147,7 +151,8 @@ class Sharded(DataParallel):
             RuntimeError: if a group is broken; the others have begun, as replicas wait in them.
         """
         if self._announced is None and self.groups[0] not in self.broken:
-            marks = [*self.marks(), self._mode, self._mode**2]
+            trained = self._trained()
+            marks = [*self.marks(), self._mode, self._mode**2, trained, trained**2]
             with self._aside:
                 self._announced = torch.tensor(marks, dtype=torch.int64, device=self.device)
                 work = dist.all_reduce(self._announced, group=self.groups[0], async_op=True)
@@ -176,15 +181,30 @@ class Sharded(DataParallel):
             with self._aside:
                 announcing, self._announcing = self._announcing, None
                 self._collect(announcing)
-                count, total, squares, modes, mode_squares = self._announced.tolist()
-            self._why = self.why_not_same(count, total, squares)
-            if count * mode_squares != modes**2:
-                self._why = (
-                    f"the replicas of stage {self.stage}, in the processes {self.processes()}, were not called alike, "
-                    f"here for {_MODES[self._mode]}; with fully_shard call step, eval_step and no_sync alike in all of "
-                    "them"
-                )
+                self._why = self._compared(*self._announced.tolist())
         return self._why
+
+    def _trained(self) -> int:
+        """A digest of which parameters are trained in this step, of 24 bits, so that sums of squares fit."""
+        parameters = (parameter.sharded_param for group in self._groups for parameter in group.fsdp_params)
+        return zlib.crc32(bytes(parameter.requires_grad for parameter in parameters)) >> 8 if self._mode else 0
+
+    def _compared(
+        self, count: int, total: int, squares: int, modes: int, mode_squares: int, trained: int, trained_squares: int
+    ) -> str:
+        if count * mode_squares != modes**2:
+            return (
+                f"the replicas of stage {self.stage}, in the processes {self.processes()}, were not called alike, here "
+                f"for {_MODES[self._mode]}; with fully_shard call step, eval_step and no_sync alike in all of them"
+            )
+        if count * trained_squares != trained**2:
+            inner_first = (named for module in reversed(self.modules) for named in module.named_parameters())
+            frozen = {parameter: name for name, parameter in inner_first if not parameter.requires_grad}
+            return (
+                f"the replicas of stage {self.stage}, in the processes {self.processes()}, do not train the same "
+                f"parameters (frozen here: {listed(frozen.values())}); call requires_grad_() alike in all of them"
+            )
+        return self.why_not_same(count, total, squares)
 
     def _collect(self, announcing: Any) -> None:
         for group in self.groups:
@@ -212,10 +232,7 @@ class Sharded(DataParallel):
     def fold(self) -> None:
         """Add a microbatch's gradients in the dtype of the sum."""
         for group in self._groups:
-            for parameter in group.fsdp_params:
-                if torch_private.unsharded(parameter) is not None:
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
+            _fold(group)
 
     def reduce_grad(self, failed: bool) -> None:
         """Start to reduce, the group of the last layers first, as a backward does."""
@@ -226,21 +243,21 @@ class Sharded(DataParallel):
         try:
             with contextlib.ExitStack() as stack:
                 for group, flags in self._flags:
-                    stack.callback(self._reduce, group, flags, failed)
+                    stack.callback(self._reduce, group, flags)
         except RuntimeError as error:
             if len(self.groups) == 1 and raised_by_collective(error):  # of several it is not known which
                 self.lose(self.groups[0], error)
             raise
 
-    def _reduce(self, group: Any, flags: Mapping[str, Any], failed: bool) -> None:
+    def _reduce(self, group: Any, flags: Mapping[str, Any]) -> None:
         before = torch_private.fsdp_collectives(group)
         try:
             if cause := next((self.broken[processes] for processes, _ in before if processes in self.broken), ""):
                 raise RuntimeError(cause)
             group.wait_for_unshard()
             _set(group, flags)
-            if failed:
-                _complete(group)
+            self._unused |= _complete(group)
+            _fold(group)
             group.post_backward()
         except Exception as error:  # raised again
             # the other replicas wait; if the mesh's first dimension has lost one, those of the second wait all the same
@@ -291,14 +308,19 @@ class Sharded(DataParallel):
             context.is_last_backward = last
 
     def _compare(self, failure: str | None, deadline: float) -> None:
-        """Raise unless all replicas completed the step."""
-        sums = torch.tensor([int(failure is not None), 0], dtype=torch.int64, device=self.device)
+        """Raise unless all replicas completed the step; drop zeros of parameters that none of them has used."""
+        reduced = [parameter for group in self._groups for parameter in group.fsdp_params] if self._reduces else []
+        used = [int(parameter not in self._unused) for parameter in reduced]
+        sums = torch.tensor([int(failure is not None), 0, *used], dtype=torch.int64, device=self.device)
         for group in self.groups:
             before = sums.clone()
             if not self.completes(deadline, dist.all_reduce, sums, group=group):
                 sums = before
                 sums += 1  # so that the other dimension's pipelines end, too: this one's are closed
-        num_failed, num_broken = sums.tolist()
+        num_failed, num_broken, *num_used = sums.tolist()
+        for parameter, number in zip(reduced, num_used, strict=True):
+            if not number and not self._unused[parameter]:
+                parameter.sharded_param.grad = None
         cause = ""
         if num_failed and len(self.lost()) < len(self.groups):
             cause = self.explained(
@@ -351,10 +373,26 @@ class Sharded(DataParallel):
         return put_back
 
 
-def _complete(group: Any) -> None:
-    """Fill missing gradients with zeros: the replicas' messages must have equal lengths."""
+def _complete(group: Any) -> dict[Any, bool]:
+    """Fill missing gradients with zeros: the replicas' messages must have the same gradients at the same places.
+
+    Returns:
+        The parameters without a gradient, and whether their shards have one of earlier steps.
+    """
+    unused = {}
     for parameter in group.fsdp_params:
         leaf = torch_private.unsharded(parameter)
         assert leaf is not None
-        if leaf.requires_grad and leaf.grad is None and parameter.unsharded_accumulated_grad is None:
-            leaf.grad = torch.zeros_like(leaf)
+        if leaf.grad is None and parameter.unsharded_accumulated_grad is None:
+            unused[parameter] = parameter.sharded_param.grad is not None
+            if leaf.requires_grad:
+                leaf.grad = torch.zeros_like(leaf)
+    return unused
+
+
+def _fold(group: Any) -> None:
+    """Add gradients in the dtype of the sum."""
+    for parameter in group.fsdp_params:
+        if torch_private.unsharded(parameter) is not None:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()

@@ -352,7 +352,8 @@ class LocalCopies(StageCopies):
         self.parameters = _pairs_of_parameters(self.modules)
         with torch.no_grad():
             for first, second in self.parameters:
-                if (second.shape, second.dtype) != (first.shape, first.dtype):
+                # products of other strides are rounded in another order
+                if (second.shape, second.stride(), second.dtype) != (first.shape, first.stride(), first.dtype):
                     second.data = torch.empty_like(first)
                 second.copy_(first)
                 second.requires_grad_(first.requires_grad)

@@ -353,7 +353,7 @@ def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         return _multiply(inputs, weight, bias, weights)
     sizes = [*inputs.shape[:-1], weight.size(0)]
     flat = inputs.reshape(math.prod(inputs.shape[:-1]), inputs.size(-1))
-    if bias is not None and inputs.dim() >= 3 and inputs.is_contiguous():
+    if bias is not None and inputs.is_contiguous():
         return _multiply(flat, weight, bias, weights).view(sizes)
     output = torch_private.unsafe_view(_multiply(flat, weight, None, weights), sizes)
     return output if bias is None else output.add_(bias)
