@@ -103,6 +103,8 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "no device": ({"device": "gpu"}, "device = 'gpu': Expected one of cpu"),
     "a group by name": ({"group": "world"}, "group is a str: give a process group"),
     "a bad rule": ({"split": {0: "halves"}}, r"split\[0\] = 'halves': give a dimension"),
+    "None for a rule": ({"split": {0: None}}, r"split\[0\] = None: give a dimension"),
+    "None for an output's rule": ({"merge": {0: None}}, r"merge\[0\] = None: give a dimension"),
     "a rule that is a class": ({"split": {0: _Replicate}}, r"split\[0\] = <class .*_Replicate'>: give a dimension"),
     "rules in a tuple": ({"split": (0, 1)}, r"split = \(0, 1\): give a dimension.* in a dict by name or position"),
     "a rule for the last": ({"split": {-1: 1}}, r"split\[-1\]: give a name, or a position counted from 0"),
