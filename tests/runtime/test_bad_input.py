@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.pipelining.microbatch import _Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fastpipe import Pipeline, StepError, make_schedule
+from fastpipe import Pipeline, StepError, check_parity, make_schedule
 from fastpipe.runtime import construction
 from fastpipe.runtime.common import lost_peer, torch_private
 from fastpipe.runtime.model import check_device
@@ -451,11 +451,16 @@ def test_a_store_that_does_not_answer_is_a_step_error(monkeypatch: pytest.Monkey
         build()
 
 
-def test_a_fake_process_group_is_refused() -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_fake_process_group_is_refused_if_it_has_to_send(size: int) -> None:
     """torch's own for traces without other processes: its store answers with an INTERNAL ASSERT."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     try:
-        with pytest.raises(ValueError, match="backend is 'fake'.*num_ranks="):
-            Pipeline([nn.Linear(4, 4)] * 2, "1f1b", 2, nn.functional.mse_loss)
+        if size == 1:
+            assert check_parity(Pipeline(layers, "interleaved_1f1b", 2, squared), layers, (X, Y)).ok
+        else:
+            with pytest.raises(ValueError, match="backend is 'fake'.*num_ranks="):
+                Pipeline(layers, "1f1b", 2, squared)
     finally:
         dist.destroy_process_group()

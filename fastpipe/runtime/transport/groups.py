@@ -130,7 +130,7 @@ class Membership:
 
 def ranks_per_host(timeout: float = 600.0) -> RanksPerHost:
     """The ranks on this process's host."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return RanksPerHost(None, 0)
     return RanksPerHost(_default_store(timeout), dist.get_rank())
 
@@ -148,13 +148,15 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
 
     Raises:
         FailureError: when the process group's store does not answer.
-        ValueError: for a fake backend, or a group without this process.
+        ValueError: for a fake backend of several processes, or a group without this process.
     """
     if group is None and not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Membership(device=device)
         _make_group(device, timeout)
     if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(group)):
+        if dist.get_world_size() == 1:  # nothing is sent; its store keeps nothing
+            return Membership(device=device)
         raise ValueError(
             "group: its backend is 'fake', which sends nothing; make a group of gloo or nccl, or "
             "run all ranks in one process without a group (num_ranks=)"
