@@ -16,10 +16,6 @@ from torch import nn
 
 import fastpipe
 
-# torch's names of schedules, where fastpipe's differ
-SCHEDULES = {"interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zb"}
-SCHEDULES |= {"loopedbfs": "looped_bfs", "zbvzerobubble": "zbv"}
-
 
 class PipelineSchedule:
     """What torchtitan's Trainer takes for a schedule. The first call builds the Pipeline, as weights exist then."""
@@ -131,7 +127,7 @@ def _schedule(
         schedule = fastpipe.Schedule.from_csv(path).validate()
     else:
         sizes = {"num_ranks": num_ranks, "num_microbatches": batch_size // rows}
-        schedule = fastpipe.make_schedule(SCHEDULES.get(name, name), **sizes)
+        schedule = fastpipe.make_schedule(name, **sizes)
         if count not in (None, schedule.num_stages) and count % num_ranks == 0:
             schedule = fastpipe.make_schedule(schedule.name, **sizes, stages_per_rank=count // num_ranks)
     if schedule.num_microbatches * rows != batch_size:
