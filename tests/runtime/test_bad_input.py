@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,6 +72,8 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "too few layers": ({"stages": LAYERS[:1]}, "stages has 1 layers.*2 stages"),
     "partition": ({"partition": "blocks"}, "partition = 'blocks'"),
     "partition too short": ({"partition": [1, 2]}, r"partition = \[1, 2\].*4 layers"),
+    "partition as an array": ({"partition": np.array([2, 2])}, r"partition = array\(\[2, 2\]\): use .* as a list"),
+    "partition that skips": ({"partition": [range(2, 4), range(2)]}, r"range\(0, 2\)\]: stages are consecutive layers"),
     "partition with 0": ({"partition": [4, 0]}, r"partition = \[4, 0\]"),
     "no layers": ({"stages": [Block(), 3]}, r"stages\[1\] is a int"),
     "a function among the layers": (
@@ -221,7 +224,7 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "an iterator too short": ({}, lambda p: p.step(iter([X] * 3), target=Y), "the input .an iterator. has 3"),
     "a target list too long": ({}, lambda p: p.step(X, target=[Y] * 5), "target has 5 microbatches"),
     "too few rows": ({}, lambda p: p.step(X[:3], target=Y), "the input has 3 rows"),
-    "too few target rows": ({}, lambda p: p.step(X, target=Y[:2]), "target has 2 rows"),
+    "too few target rows": ({}, lambda p: p.step(X, target=Y[:2]), "target has 2 rows .*or pass num_microbatches=2"),
     "another type": ({}, lambda p: p.step(object(), target=Y), "the input is a object"),
     "no such dimension": ({"split": 2}, lambda p: p.step(X, target=Y), "has no dimension 2"),
     "a rule for nothing": ({"split": {"mask": 1}}, lambda p: p.step(X, target=Y), r"split\['mask'\]: no stage's"),

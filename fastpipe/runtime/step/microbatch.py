@@ -147,10 +147,11 @@ def _split_leaf(
             f"{name} of shape {tuple(leaf.shape)} has no dimension {dim} to split along: give another with "
             f"split={{{key!r}: dimension}}, or 'replicate'"
         )
-    if leaf.shape[dim] < num_microbatches:
+    if (rows := leaf.shape[dim]) < num_microbatches:
+        or_pass = f", or pass num_microbatches={rows} to step" if rows else ""
         raise ValueError(
-            f"{name} has {leaf.shape[dim]} rows (dimension {dim} of {tuple(leaf.shape)}) but num_microbatches = "
-            f"{num_microbatches}: give at least one row per microbatch"
+            f"{name} has {rows} rows (dimension {dim} of {tuple(leaf.shape)}) but num_microbatches = "
+            f"{num_microbatches}: give at least one row per microbatch{or_pass}"
         )
     # of a DTensor: splitting it would be a collective, which other ranks of the pipeline do not call
     placements = getattr(leaf, "placements", ())
