@@ -111,7 +111,7 @@ class Schedule:
     ) -> Schedule:
         """Build from actions or their texts: ``from_actions("mine", Placement.loop(1), 1, [["0F0", "0B0"]])``.
 
-        None and ``""`` are idle steps, as in `time_steps` and in CSV.
+        None and blank texts are idle steps, as in `time_steps` and in CSV.
         """
         if isinstance(orders, Mapping):
             raise TypeError("orders is a dict: give a list with the order of every rank, from rank 0 on")
@@ -120,7 +120,7 @@ class Schedule:
             try:
                 if isinstance(order, str):
                     raise ValueError(f"found the text {order!r}; give a list, such as its split()")
-                given = (action for action in order if action is not None and action != "")
+                given = (a for a in order if a is not None and not (isinstance(a, str) and not a.strip()))
                 rows = [Action.parse(action) if isinstance(action, str) else action for action in given]
                 for row in rows:
                     if not all(is_whole(field, least=-1) for field in row):

@@ -24,11 +24,7 @@ from fastpipe.timeline import Timeline
 
 def schedules(arguments: argparse.Namespace) -> None:
     """List the schedules."""
-    families = {family.name: family for family in list_schedules()}
-    for name in arguments.names:
-        if name.lower() not in families:
-            raise ValueError(f"{name!r}: there is no such schedule; use one of {', '.join(families)}")
-    chosen = [families[name.lower()] for name in arguments.names] or list(families.values())
+    chosen = [find(name) for name in arguments.names] or list_schedules()
     if arguments.json:
         output.document([_family_document(family) for family in chosen])
         return

@@ -16,9 +16,6 @@ from torch import nn
 
 import fastpipe
 
-SCHEDULES = {"interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zb"}  # torch's names
-SCHEDULES |= {"loopedbfs": "looped_bfs", "zbvzerobubble": "zbv"}
-
 
 class PipelineSchedule:
     """What torchtitan's Trainer takes for a schedule. The first call builds the Pipeline, as weights exist then."""
@@ -125,7 +122,7 @@ def _schedule(parallelism: Any, batch: int, num_ranks: int, layers: dict[str, in
         schedule = fastpipe.Schedule.from_csv(path).validate()
     else:
         sizes = {"num_ranks": num_ranks, "num_microbatches": batch // rows}
-        schedule = fastpipe.make_schedule(SCHEDULES.get(name, name), **sizes)
+        schedule = fastpipe.make_schedule(name, **sizes)
         if count not in (None, schedule.num_stages) and count % num_ranks == 0:
             schedule = fastpipe.make_schedule(schedule.name, **sizes, stages_per_rank=count // num_ranks)
     if schedule.num_microbatches * rows != batch:

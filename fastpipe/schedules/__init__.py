@@ -59,12 +59,20 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+# what torch's get_schedule_class takes, where it differs
+_TORCH_NAMES = {
+    "interleaved1f1b": "interleaved_1f1b",
+    "interleavedzerobubble": "interleaved_zb",
+    "loopedbfs": "looped_bfs",
+    "zbvzerobubble": "zbv",
+}
+
 
 def make_schedule(name: str, *, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
     """Generate a schedule.
 
     Args:
-        name: one of `list_schedules`.
+        name: one of `list_schedules`, or torch's, such as ``"Interleaved1F1B"``; in lower or upper case.
         num_ranks: the number of pipeline ranks, at least 1.
         num_microbatches: the number of microbatches of a step, at least 1.
         options: those of the schedule, by keyword, for example ``stages_per_rank=2``.
@@ -78,13 +86,14 @@ def make_schedule(name: str, *, num_ranks: int, num_microbatches: int, **options
 
 
 def find(name: str) -> Family:
-    """The family called ``name``."""
+    """The family called ``name``, which may be torch's name of it."""
     if not isinstance(name, str):
         raise TypeError(
             f"schedule name: expected a str, found {type(name).__name__} {getattr(name, '__name__', name)}; give the "
             "name of one of list_schedules(), or to Pipeline a Schedule"
         )
-    family = FAMILIES.get(name.lower())
+    lower = name.lower()
+    family = FAMILIES.get(_TORCH_NAMES.get(lower, lower))
     if family is None:
         is_path = Path(name).suffix or len(Path(name).parts) > 1
         hint = ", or Schedule.from_csv for a file (the command reads .csv and .json)" if is_path else ""

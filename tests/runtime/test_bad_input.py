@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining.microbatch import _Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fastpipe import Pipeline, StepError, make_schedule
+from fastpipe import Pipeline, StepError, check_parity, make_schedule
 from fastpipe.runtime import construction
 from fastpipe.runtime.common import lost_peer, torch_private
 from fastpipe.runtime.model import check_device
@@ -71,6 +72,8 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "too few layers": ({"stages": LAYERS[:1]}, "stages has 1 layers.*2 stages"),
     "partition": ({"partition": "blocks"}, "partition = 'blocks'"),
     "partition too short": ({"partition": [1, 2]}, r"partition = \[1, 2\].*4 layers"),
+    "partition as an array": ({"partition": np.array([2, 2])}, r"partition = array\(\[2, 2\]\): use .* as a list"),
+    "partition that skips": ({"partition": [range(2, 4), range(2)]}, r"range\(0, 2\)\]: stages are consecutive layers"),
     "partition with 0": ({"partition": [4, 0]}, r"partition = \[4, 0\]"),
     "no layers": ({"stages": [Block(), 3]}, r"stages\[1\] is a int"),
     "a function among the layers": (
@@ -103,6 +106,8 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "no device": ({"device": "gpu"}, "device = 'gpu': Expected one of cpu"),
     "a group by name": ({"group": "world"}, "group is a str: give a process group"),
     "a bad rule": ({"split": {0: "halves"}}, r"split\[0\] = 'halves': give a dimension"),
+    "None for a rule": ({"split": {0: None}}, r"split\[0\] = None: give a dimension"),
+    "None for an output's rule": ({"merge": {0: None}}, r"merge\[0\] = None: give a dimension"),
     "a rule that is a class": ({"split": {0: _Replicate}}, r"split\[0\] = <class .*_Replicate'>: give a dimension"),
     "rules in a tuple": ({"split": (0, 1)}, r"split = \(0, 1\): give a dimension.* in a dict by name or position"),
     "a rule for the last": ({"split": {-1: 1}}, r"split\[-1\]: give a name, or a position counted from 0"),
@@ -219,7 +224,7 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "an iterator too short": ({}, lambda p: p.step(iter([X] * 3), target=Y), "the input .an iterator. has 3"),
     "a target list too long": ({}, lambda p: p.step(X, target=[Y] * 5), "target has 5 microbatches"),
     "too few rows": ({}, lambda p: p.step(X[:3], target=Y), "the input has 3 rows"),
-    "too few target rows": ({}, lambda p: p.step(X, target=Y[:2]), "target has 2 rows"),
+    "too few target rows": ({}, lambda p: p.step(X, target=Y[:2]), "target has 2 rows .*or pass num_microbatches=2"),
     "another type": ({}, lambda p: p.step(object(), target=Y), "the input is a object"),
     "no such dimension": ({"split": 2}, lambda p: p.step(X, target=Y), "has no dimension 2"),
     "a rule for nothing": ({"split": {"mask": 1}}, lambda p: p.step(X, target=Y), r"split\['mask'\]: no stage's"),
@@ -449,11 +454,16 @@ def test_a_store_that_does_not_answer_is_a_step_error(monkeypatch: pytest.Monkey
         build()
 
 
-def test_a_fake_process_group_is_refused() -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_fake_process_group_is_refused_if_it_has_to_send(size: int) -> None:
     """torch's own for traces without other processes: its store answers with an INTERNAL ASSERT."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     try:
-        with pytest.raises(ValueError, match="backend is 'fake'.*num_ranks="):
-            Pipeline([nn.Linear(4, 4)] * 2, "1f1b", 2, nn.functional.mse_loss)
+        if size == 1:
+            assert check_parity(Pipeline(layers, "interleaved_1f1b", 2, squared), layers, (X, Y)).ok
+        else:
+            with pytest.raises(ValueError, match="backend is 'fake'.*num_ranks="):
+                Pipeline(layers, "1f1b", 2, squared)
     finally:
         dist.destroy_process_group()

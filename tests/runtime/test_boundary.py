@@ -379,3 +379,13 @@ def test_a_layer_that_needs_what_nothing_carries_is_told_its_name(cut: list[int]
     with pytest.raises(TypeError, match="missing 1 required") as caught:
         pipe.eval_step(torch.randn(8, WIDTH))
     assert "Needs.forward needs skip: no layer before it carries" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("cut", [[2, 1], [1, 2]], ids=str)
+def test_an_input_by_the_name_that_later_layers_give_theirs_is_explained(cut: list[int]) -> None:
+    pipe = pipeline([Block(), Block(), Block()], num_ranks=2, partition=cut, loss_fn=None)
+    with pytest.raises(TypeError, match="multiple values for argument 'x'") as caught:
+        pipe.eval_step(x=torch.randn(8, WIDTH))
+    assert "Block.forward gets x by position, from step or the layer before, and again from x= of step" in "".join(
+        caught.value.__notes__
+    )

@@ -21,6 +21,7 @@ CLASSES = [
     "ScheduleDualPipeV",
 ]
 """Those that can dump: torch's schedules of one stage per rank cannot."""
+COMING_FROM_TORCH = (Path(__file__).parents[2] / "docs" / "coming-from-torch.md").read_text()
 OURS = ["gpipe", "1f1b", "interleaved_1f1b", "dualpipev"]
 
 
@@ -167,3 +168,13 @@ def test_orders_are_those_of_torch(p: int, m: int) -> None:
                 ("interleaved_zb", "ScheduleInterleavedZeroBubble"),
             ):
                 assert our_order(ours, p, m, stages_per_rank=v) == torch_order(theirs, p, m, v)
+
+
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", *CLASSES])
+def test_torch_s_name_of_a_schedule_is_taken(name: str) -> None:
+    """By ``get_schedule_class``, in upper and lower case; the schedule has the name in the registry."""
+    short = name.removeprefix("Schedule")
+    for given in (short, short.upper(), short.lower()):
+        assert schedules.get_schedule_class(given).__name__ == name
+        made = fastpipe.make_schedule(given, num_ranks=2, num_microbatches=4)
+        assert f'| `{name}` | `"{made.name}"` |' in COMING_FROM_TORCH

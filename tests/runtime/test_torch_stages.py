@@ -222,6 +222,14 @@ def test_what_does_not_fit_is_refused(schedule: str, num_ranks: int, inputs: int
         pipe_of(skipping(), schedule, num_ranks=num_ranks).step(*[x, shift][:inputs], target=y)
 
 
+def test_two_split_points_in_one_place_are_one() -> None:
+    model, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), torch.randn(8, WIDTH)
+    given = pipeline(copy.deepcopy(model), (x[:4],), split_spec={"0": SplitPoint.END, "1": SplitPoint.BEGINNING})
+    pipe = Pipeline(given, "1f1b", 2, squared, num_ranks=2)
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    assert check_parity(pipe, model, (x, x)).ok
+
+
 @pytest.mark.parametrize("layer", [nn.Dropout(), nn.BatchNorm1d(WIDTH)])
 def test_a_traced_model_keeps_its_mode(layer: nn.Module) -> None:
     """Also in a copy of a stage; and what the error says works."""

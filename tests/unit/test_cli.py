@@ -275,6 +275,7 @@ def test_a_warning_is_one_line_and_no_error(capsys: Any, tmp_path: Path) -> None
         (["show", "1f1b"], "--ranks"),
         (["show", "nope", *SMALL], "nope"),
         (["show", "nope"], "no such schedule"),
+        (["schedules", "nope"], "no such schedule"),
         (["show", "missing.CSV"], "error: missing.CSV: No such file"),
         (["show", "1f1b", "--ranks", "0", "--microbatches", "8"], "--ranks"),
         (["show", "1f1b", "--ranks", "4", "--microbatches", "eight"], "eight"),

@@ -311,7 +311,7 @@ class Chain(WholeNames):
 
 
 def _note_inputs(error: TypeError, layer: nn.Module, count: int, named: Collection[str]) -> None:
-    """Say where the inputs come from if there are more than a layer takes, or fewer than it needs."""
+    """Say where the inputs come from if there are more than a layer takes, or fewer than it needs, or one twice."""
     parameters = _parameters_of_forward(layer)
     if parameters is None or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return
@@ -319,10 +319,17 @@ def _note_inputs(error: TypeError, layer: nn.Module, count: int, named: Collecti
     given = {*positional[:count], *named}
     needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     missing = [name for name in needed if name not in given]
+    twice = [name for name in positional[:count] if name in named]
     if count > max(1, len(positional)):
         error.add_note(
             f"fastpipe: {type(layer).__name__}.forward got {count} arguments, the inputs of the step or the elements "
             "of a tuple or list: let it take as many, or pass a NamedTuple or a dict, which is one argument"
+        )
+    elif twice:
+        error.add_note(
+            f"fastpipe: {type(layer).__name__}.forward gets {twice[0]} by position, from step or the layer before, and "
+            f"again from {twice[0]}= of step or carry, which goes to every layer whose forward names it: pass the "
+            "model's input by position, or rename one of them"
         )
     elif missing:
         error.add_note(

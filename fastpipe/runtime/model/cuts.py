@@ -235,7 +235,8 @@ def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[flo
                 f"example is passed but partition = {partition!r} does not use it: omit it, or set partition to one of "
                 f"{', '.join(map(repr, MEASURED))}"
             )
-        if partition != "layers" and callable(stages) and not isinstance(stages, nn.Module):
+        by_default = isinstance(partition, str) and partition == "layers"  # an array is compared by element
+        if not by_default and callable(stages) and not isinstance(stages, nn.Module):
             raise ValueError(
                 f"partition = {partition!r}: stages is a function, which makes whole stages; omit partition"
             )
@@ -281,7 +282,7 @@ def layer_ranges(layers: Sequence[nn.Module], num_stages: int, partition: Any) -
                 "and instead of a class or a recipe give the layer, made under torch.device('meta') (see Layers on "
                 "meta in docs/guide.md)"
             )
-    if partition in ("layers", "parameters"):
+    if isinstance(partition, str) and partition in ("layers", "parameters"):
         _check_count(len(layers), num_stages)
         return partition_layers(len(layers) if partition == "layers" else layer_costs(layers, by=partition), num_stages)
     if isinstance(partition, str) and re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", partition):
@@ -325,12 +326,15 @@ def _check_count(num_layers: int, num_stages: int) -> None:
         )
 
 
-def _explicit(counts: list[Any], num_layers: int, num_stages: int) -> list[range]:
-    counts = [len(count) if isinstance(count, range) else count for count in counts]
+def _explicit(given: list[Any], num_layers: int, num_stages: int) -> list[range]:
+    counts = [len(count) if isinstance(count, range) else count for count in given]
     if len(counts) != num_stages or any(not isinstance(c, int) or c < 1 for c in counts) or sum(counts) != num_layers:
         raise ValueError(
             f"partition = {counts}: give {num_stages} numbers of at least 1, one per stage, that sum to the "
             f"{num_layers} layers; for a stage that computes nothing add an nn.Identity() to the layers"
         )
     ends = [sum(counts[: i + 1]) for i in range(num_stages)]
-    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    ranges = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    if any(isinstance(part, range) and part != own for part, own in zip(given, ranges, strict=True)):
+        raise ValueError(f"partition = {given}: stages are consecutive layers; give {ranges}, or list the layers anew")
+    return ranges

@@ -82,7 +82,10 @@ def check_calls(replies: Replies) -> None:
     calls = [reply["call"] for reply in replies]
     if len(set(calls)) > 1:
         each = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
-        raise ValueError(f"the ranks do not make the same call: {each}")
+        raise ValueError(
+            f"the ranks do not make the same call: {each}; make the same calls on every rank, with the same arguments, "
+            "or None for one that a rank does not need"
+        )
     for reply in replies.elsewhere:
         if reply["call"] != calls[0]:
             raise ValueError(

@@ -12,10 +12,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fastpipe.runtime.common import is_block_mask, pytree, tensor_leaves
 
-Rule = int | str | None | Callable[..., Any]
-"""A dimension, ``"replicate"`` (or None), or a function."""
+Rule = int | str | Callable[..., Any]
+"""A dimension, ``"replicate"``, or a function."""
 
-Rules = Rule | Mapping[str | int, Rule]
+Rules = Rule | Mapping[str | int, Rule] | None
 """One rule for all, or one per argument by name, position or ``"target"``; default: dimension 0."""
 
 REPLICATE = "replicate"
@@ -40,7 +40,7 @@ def check_split_and_merge(splitting: Any, merging: Any) -> None:
         for key, rule in named.items():
             where = name if key is None else f"{name}[{key!r}]"
             is_function = callable(rule) and not isinstance(rule, type)
-            if not (rule is None or rule == REPLICATE or is_function or _is_whole(rule)):
+            if not (rules is None or rule == REPLICATE or is_function or _is_whole(rule)):
                 more = ", for all or in a dict by name or position" if key is None else ""
                 raise ValueError(f"{where} = {rule!r}: give a dimension, {REPLICATE!r} or a function{more}")
             if not (key is None or isinstance(key, str) or (_is_whole(key) and key >= 0)):
@@ -97,7 +97,7 @@ def split(
         return _checked_list(value, num_microbatches, name)
     if isinstance(value, Iterator):
         return _checked_list(list(islice(value, num_microbatches)), num_microbatches, f"{name} (an iterator)")
-    if rule is None or rule == REPLICATE:
+    if rule == REPLICATE:
         return [value] * num_microbatches
     if not _is_whole(rule):
         raise ValueError(f"split[{key!r}] = {rule!r}: give a dimension, 'replicate' or a function")
@@ -147,10 +147,11 @@ def _split_leaf(
             f"{name} of shape {tuple(leaf.shape)} has no dimension {dim} to split along: give another with "
             f"split={{{key!r}: dimension}}, or 'replicate'"
         )
-    if leaf.shape[dim] < num_microbatches:
+    if (rows := leaf.shape[dim]) < num_microbatches:
+        or_pass = f", or pass num_microbatches={rows} to step" if rows else ""
         raise ValueError(
-            f"{name} has {leaf.shape[dim]} rows (dimension {dim} of {tuple(leaf.shape)}) but num_microbatches = "
-            f"{num_microbatches}: give at least one row per microbatch"
+            f"{name} has {rows} rows (dimension {dim} of {tuple(leaf.shape)}) but num_microbatches = "
+            f"{num_microbatches}: give at least one row per microbatch{or_pass}"
         )
     # of a DTensor: splitting it would be a collective, which other ranks of the pipeline do not call
     placements = getattr(leaf, "placements", ())
@@ -323,7 +324,7 @@ def check_merge_rules(output: Any, rules: Rules) -> None:
 def _merge_one(values: list[Any], rule: Rule) -> Any:
     if callable(rule):
         return rule(values)
-    if rule is None or rule == REPLICATE:
+    if rule == REPLICATE:
         return values[0]
     assert isinstance(rule, int), "checked when the Pipeline is built"
     if _keys_of(values[0]) is not None and all(type(value) is type(values[0]) for value in values):

@@ -206,7 +206,7 @@ class SharedCall:
 
 def ranks_per_host(timeout: float = 600.0) -> RanksPerHost:
     """The ranks on this process's host."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return RanksPerHost(None, 0)
     return RanksPerHost(_default_store(timeout), dist.get_rank())
 
@@ -225,7 +225,7 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
     Raises:
         FailureError: when the process group's store does not answer.
         OSError: if this process has too few file descriptors to build a pipeline.
-        ValueError: for a fake backend, or a group without this process.
+        ValueError: for a fake backend of several processes, or a group without this process.
     """
     if group is None and not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -233,6 +233,8 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
         _check_descriptors(1)
         _make_group(device, timeout)
     if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(group)):
+        if dist.get_world_size() == 1:  # nothing is sent; its store keeps nothing
+            return Membership(device=device)
         raise ValueError(
             "group: its backend is 'fake', which sends nothing; make a group of gloo or nccl, or "
             "run all ranks in one process without a group (num_ranks=)"
