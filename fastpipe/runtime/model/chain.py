@@ -319,7 +319,7 @@ def _note_inputs(error: TypeError, layer: nn.Module, count: int, named: Collecti
     given = {*positional[:count], *named}
     needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     missing = [name for name in needed if name not in given]
-    twice = [name for name in positional[:count] if name in named]
+    twice = [p.name for p in parameters[:count] if p.name in named and p.kind is p.POSITIONAL_OR_KEYWORD]
     if count > max(1, len(positional)):
         error.add_note(
             f"fastpipe: {type(layer).__name__}.forward got {count} arguments, the inputs of the step or the elements "
