@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastpipe import Pipeline, Placement, Schedule
 from fastpipe.runtime import construction
-from fastpipe.runtime.common import torch_private
+from fastpipe.runtime.common import is_lost_connection, lost_text, torch_private
 from fastpipe.runtime.data_parallel import DataParallel
 from tests.conftest import executors_in_turn
 from tests.distributed.meshes import (
@@ -446,3 +447,22 @@ def test_another_number_of_microbatches_in_one_replica_is_refused(wrap: str, exe
     for rank, (kind, text) in enumerate(group_of(4).run(another_number, wrap, executor)):
         assert kind == "StepError" and "num_microbatches: the replicas of stage " in text, text
         assert f"here with num_microbatches={5 if rank < 2 else 8}, on average with 6.5" in text
+
+
+def collectives_alone() -> list[str]:
+    """Rank 0: how two collectives are described that rank 1 does not join; the first one closes Gloo's connection."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    dist.all_reduce(torch.ones(1), group=group)
+    texts = []
+    while dist.get_rank() == 0 and len(texts) < 2:
+        with pytest.raises(RuntimeError) as raised:
+            dist.all_reduce(torch.ones(1), group=group)
+        assert is_lost_connection(raised.value), raised.value
+        texts.append(lost_text([1], raised.value))
+    return texts
+
+
+def test_every_timeout_of_gloo_is_known_as_one() -> None:
+    with ranks(2) as group:
+        texts, _ = group.run(collectives_alone)
+    assert len(texts) == 2 and all("process 1 does not respond" in text for text in texts), texts

@@ -146,14 +146,19 @@ def lost_named(who: str, others: Callable[[], Sequence[int]]) -> Iterator[None]:
 
 def is_lost_connection(error: RuntimeError) -> bool:
     """Whether a collective has lost a process. Gloo raises RuntimeErrors."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in ("gloo/transport", _GLOO_TIMEOUT))
+
+
+_GLOO_TIMEOUT = "Application timeout caused pair closure"
+"""In an operation whose connection an earlier timeout has closed."""
 
 
 def lost_text(processes: Sequence[int], error: RuntimeError) -> str:
     """The cause of a collective's error by one of these processes."""
     which = f"process {processes[0]}" if len(processes) == 1 else f"one of the processes {list(processes)}"
     what = "has exited, or has closed its connections after a failure"
-    return f"{which} {'does not respond' if 'Timed out' in str(error) else what}: {cause_text(error)}"
+    is_late = any(text in str(error) for text in ("Timed out", _GLOO_TIMEOUT))
+    return f"{which} {'does not respond' if is_late else what}: {cause_text(error)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -144,26 +144,26 @@ class SharedCall:
         processes: those that make the call. They make their calls in the same order.
         num_reached: how many of them learn of a failure by the pipeline's control.
         maps_ranks: whether the ranks in errors of the control are those of this pipeline.
-
-    Attributes:
-        watch: returns the failure of a process that the others wait for, if any; polled, from any thread. None if the
-            control reaches all processes.
     """
 
     def __init__(self, member: Membership, processes: Sequence[int], num_reached: int, *, maps_ranks: bool) -> None:
         is_shared = len(processes) > num_reached and not _may_have_old_keys()
-        self.watch = self._find_failure if is_shared else None
+        # kept, as the script may end the process group while a save in the background goes on
+        self._store = torch_private.default_store() if is_shared else None
         self._member, self._maps_ranks = member, maps_ranks
         self._key = f"{_new_name('call', tuple(processes))}/failure"
         self._breaker = CircuitBreaker(min(1.0, member.timeout / 4))
         self._has_ended = False
 
-    def _find_failure(self) -> Failure | None:
-        def read() -> str:
-            store = torch_private.default_store()
-            return store.get(self._key).decode() if store.check([self._key]) else ""
+    @property
+    def watch(self) -> Callable[[], Failure | None] | None:
+        """Returns the failure of a process that the others wait for, if any; polled, from any thread. None if the
+        control reaches all processes."""
+        return None if self._store is None else self._find_failure
 
-        text = self._breaker.call(read, "")
+    def _find_failure(self) -> Failure | None:
+        store: Any = self._store
+        text = self._breaker.call(lambda: store.get(self._key).decode() if store.check([self._key]) else "", "")
         if not text:
             return None
         process, cause = json.loads(text)
@@ -178,9 +178,9 @@ class SharedCall:
         try:
             yield
         except BaseException as error:  # raised again, after it is published
-            if self.watch is not None and not self._has_ended:
+            if (store := self._store) is not None and not self._has_ended:
                 text = json.dumps(self._cause_of(error))
-                self._breaker.call(lambda: torch_private.default_store().compare_set(self._key, "", text), None)
+                CircuitBreaker().call(lambda: store.compare_set(self._key, "", text), None)
             raise
 
     @contextlib.contextmanager
@@ -195,13 +195,14 @@ class SharedCall:
 
     def _cause_of(self, error: BaseException) -> tuple[int | None, str]:
         """The process that failed, None if unknown, and the cause."""
+        ranks = self._member.ranks
         if not isinstance(error, StepError):
-            return dist.get_rank(), cause_text(error)
+            return ranks[self._member.rank], cause_text(error)
         if error.rank is None:
             return None, error.cause or str(error)
         if self._maps_ranks:
-            return self._member.ranks[error.rank], error.cause or str(error)
-        return dist.get_rank(), str(error)
+            return ranks[error.rank], error.cause or str(error)
+        return ranks[self._member.rank], str(error)
 
 
 def ranks_per_host(timeout: float = 600.0) -> RanksPerHost:
