@@ -25,7 +25,16 @@ from fastpipe.hardware_queues import VARIABLE, queues_text, why_too_few
 from fastpipe.placement import Placement
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ExecutionArguments, process_group
-from fastpipe.runtime.common import Failure, FailureError, attended, lost_named, on_meta, set_grad_dtype, wants_streams
+from fastpipe.runtime.common import (
+    Failure,
+    FailureError,
+    attended,
+    lost_named,
+    on_meta,
+    set_grad_dtype,
+    thread_state,
+    wants_streams,
+)
 from fastpipe.runtime.coordination import (
     Control,
     Cores,
@@ -339,8 +348,7 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
     share(ties, modules)
     on_meta_here = [index for index, module in modules.items() if on_meta([module])]
     if model.data_parallel is not None:
-        replicated = partial(_replicated, modules, model.data_parallel, on_meta_here)
-        modules = attended(replicated, world.lost, timedelta(seconds=world.timeout))
+        modules = _replicated(modules, model.data_parallel, on_meta_here, world)
     for index, module in modules.items():
         check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes)
     by_rank = modules_by_rank(placement, ranks, modules)
@@ -368,7 +376,9 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
     return made
 
 
-def _replicated(modules: Mapping[int, nn.Module], group: Any, on_meta: Sequence[int]) -> dict[int, nn.Module]:
+def _replicated(
+    modules: Mapping[int, nn.Module], group: Any, on_meta: Sequence[int], world: World
+) -> dict[int, nn.Module]:
     """The modules in DistributedDataParallel; ``on_meta`` has the stages without memory."""
     if on_meta:
         raise ValueError(
@@ -376,7 +386,14 @@ def _replicated(modules: Mapping[int, nn.Module], group: Any, on_meta: Sequence[
             "apply fully_shard to the layers instead, or give stages as a function stage_index -> module, which makes "
             "only this process's stages, with memory"
         )
-    return replicate(modules, process_group(group, "data_parallel", "dp"))
+    state = thread_state(world.device)
+
+    def wrap() -> dict[int, nn.Module]:
+        with state():
+            return replicate(modules, process_group(group, "data_parallel", "dp"))
+
+    # its constructor waits for the replicas
+    return attended(wrap, world.lost, timedelta(seconds=world.timeout))
 
 
 def _make_stage(
