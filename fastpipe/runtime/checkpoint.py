@@ -411,9 +411,7 @@ def _errors_of_dcp(call: str, pipe: Pipeline, group: Any) -> Iterator[None]:
 def _shared_call(pipe: Pipeline, group: Any) -> SharedCall:
     member, control = pipe._site.member, pipe._site.control
     processes: Sequence[int] = []
-    with contextlib.suppress(
-        LookupError, TypeError, ValueError, RuntimeError
-    ):  # `check_processes` refuses such a group
+    with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError):  # `check_processes` refuses it
         processes = dist.get_process_group_ranks(group or dist.group.WORLD)
     return SharedCall(member, processes, control.num_processes, maps_ranks=not control.pipeline)
 
