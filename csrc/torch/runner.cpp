@@ -1,6 +1,7 @@
 #include "runner.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
 #include <pybind11/numpy.h>
 
 #include <algorithm>
@@ -67,6 +68,29 @@ class ThreadState final {
   PyThreadState* state_;
 };
 
+// Whether this thread is in a region of autocast.
+bool in_autocast() {
+  at::autocast::increment_nesting();
+  return at::autocast::decrement_nesting() > 0;
+}
+
+// Makes this thread one in a region of autocast, where the caller is: the end of a region within it, such as a
+// checkpoint's, then keeps the cache of casts, which all threads share and a forward may be using.
+class AutocastGuard final {
+ public:
+  explicit AutocastGuard(bool in_autocast) : in_autocast_(in_autocast) {
+    if (in_autocast_) at::autocast::increment_nesting();
+  }
+  AutocastGuard(const AutocastGuard&) = delete;
+  AutocastGuard& operator=(const AutocastGuard&) = delete;
+  ~AutocastGuard() {
+    if (in_autocast_) at::autocast::decrement_nesting();
+  }
+
+ private:
+  const bool in_autocast_;
+};
+
 // Whether the interpreter ends: another thread that asks for the GIL then never gets it. The GIL must be held.
 bool is_finalizing() {
   PyObject* const function = PySys_GetObject("is_finalizing");  // null once sys is gone
@@ -116,6 +140,7 @@ py::object Runner::run(std::int64_t signature, bool announce, const std::vector<
   // The sums of a kernel depend on how many threads share it; a thread of Python's starts with torch's default.
   if (num_threads > 0 && at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
   state_.emplace();
+  in_autocast_ = in_autocast();
   num_threads_ = at::get_num_threads();
   bind(calls);
   set_times(trace);
@@ -212,6 +237,7 @@ void Runner::run_overlapped(std::size_t position, FunctionRef<void()> backward) 
   static thread_local const ThreadState own(helper_can_take_gil_);  // a helper belongs to one runner
   if (at::get_num_threads() != num_threads_) at::set_num_threads(num_threads_);
   const at::ThreadLocalStateGuard guard(*state_);
+  const AutocastGuard autocast(in_autocast_);
   const ContextGuard context(context_);
   const c10::OptionalStreamGuard stream(streams_.caller());
   ProfilerRange label;

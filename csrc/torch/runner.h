@@ -78,6 +78,7 @@ class Runner final : public Observer {
   // For the helper thread.
   bool helper_can_take_gil_ = false;  // when it ends
   std::optional<at::ThreadLocalState> state_;
+  bool in_autocast_ = false;
   py::object context_;  // in a step, the caller's context variables; null if none is set
   int num_threads_ = 0;
 };

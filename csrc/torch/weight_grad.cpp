@@ -30,9 +30,10 @@ void require_version(const at::Tensor& tensor, std::int64_t version, const char*
       "; do not write to it again, clone it before the linear, or use a schedule that does not split backwards");
 }
 
-at::Tensor gradient_of(const WeightUse& use) {
+at::Tensor gradient_of(const WeightUse& use, std::optional<at::ScalarType> dtype) {
   use.require_unchanged();
-  return weight_gradient(use.input, use.gradient, use.weight_by_rows);
+  at::Tensor gradient = weight_gradient(use.input, use.gradient, use.weight_by_rows);
+  return dtype ? gradient.to(*dtype) : gradient;
 }
 
 }  // namespace
@@ -54,8 +55,11 @@ WeightSource::WeightSource(std::uint64_t sequence, Edge weight, WeightUses uses)
 
 VariableList WeightSource::apply(VariableList&&) {
   const WeightUses uses = std::exchange(uses_, {});
-  at::Tensor sum = gradient_of(uses.front());
-  for (std::size_t i = 1; i < uses.size(); ++i) sum.add_(gradient_of(uses[i]));
+  // The engine converts each gradient to the parameter's grad_dtype before it adds it to others.
+  const Edge& weight = next_edge(0);
+  const auto dtype = weight.function->input_metadata(weight.input_nr).grad_dtype();
+  at::Tensor sum = gradient_of(uses.front(), dtype);
+  for (std::size_t i = 1; i < uses.size(); ++i) sum.add_(gradient_of(uses[i], dtype));
   return {std::move(sum)};
 }
 
@@ -381,7 +385,9 @@ bool matches(const at::Tensor& tensor, const at::Tensor& weight) {
 bool fits(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
   if (!weight.requires_grad() || weight.dim() != 2 || input.dim() < 1 || input.size(-1) != weight.size(1)) return false;
   if (!is_plain(weight) || !at::isFloatingType(weight.scalar_type()) || !matches(input, weight)) return false;
-  return !bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0) && matches(bias, weight));
+  // the composite adds a bias that is not contiguous after the product
+  if (bias.defined() && (bias.dim() != 1 || !bias.is_contiguous() || bias.size(0) != weight.size(0))) return false;
+  return !bias.defined() || matches(bias, weight);
 }
 
 // Reentrant checkpointing runs the graph that it makes anew, in an engine of its own. Any other graph made in I is

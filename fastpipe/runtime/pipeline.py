@@ -539,7 +539,7 @@ class Pipeline:
         return profile(
             self._steps,
             call,
-            self.stage_modules.values(),
+            [stage.module for stage in self._steps.stages],  # also those of hidden copies
             inputs=inputs,
             num_steps=num_steps,
             by_layer=by_layer,

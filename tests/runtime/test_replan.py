@@ -164,6 +164,16 @@ def test_a_profile_leaves_no_trace(executor: str) -> None:
     assert not any(module._forward_pre_hooks for stage in pipe._steps.stages for module in stage.module.modules())
 
 
+def test_a_profile_restores_the_buffers_of_both_copies_of_a_stage(executor: str) -> None:
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)]
+    pipe = Pipeline(layers, "dualpipe", 4, squared, num_ranks=2, executor=executor)
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    pipe.step(x, target=y)
+    pipe.profile(x, target=y, num_steps=1)
+    buffers = [dict(stage.module.named_buffers()) for stage in pipe._steps.stages]
+    assert [value for named in buffers for name, value in named.items() if "num_batches" in name] == [2] * 4
+
+
 def test_tied_weights_stay_tied() -> None:
     layers = CASES["plain"].layers(NUM_LAYERS)
     layers[-1].linear.weight = layers[0].linear.weight

@@ -1,6 +1,8 @@
 """What torch keeps by thread is for ranks that are threads what it is for the caller."""
 
+from contextlib import nullcontext
 from contextvars import ContextVar
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastpipe
+from fastpipe.runtime.common import thread_state
 from tests.runtime.models import WIDTH, Block, squared
 
 ROWS = 8
@@ -133,3 +136,56 @@ def test_the_default_device_is_the_callers(executor: str) -> None:
         for layer in layers[1:3]:
             assert isinstance(layer, Makes) and layer.devices == {device}
             layer.devices.clear()
+
+
+def autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+class Depths(nn.Module):
+    """Notes in how many regions of autocast its forward and its backward are."""
+
+    def __init__(self, noted: list[int]) -> None:
+        super().__init__()
+        self.noted = noted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.noted.append(autocast_depth())
+        made = x * 1
+        made.register_hook(lambda _: self.noted.append(autocast_depth()))
+        return made
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_threads_are_in_regions_of_autocast_as_the_caller(schedule: str, depth: int, executor: str) -> None:
+    """The end of the outermost region drops the casts of parameters, which all threads share: a region within a layer
+    must neither drop those of a forward in another thread, nor keep its own for the next region."""
+    noted: list[int] = []
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), Depths(noted)) for _ in range(4)]
+    options = {"num_ranks": 2, "executor": executor, "overlap": "always"}
+    pipe = fastpipe.Pipeline(layers, schedule, 8, squared, **options)
+    for _ in range(2):  # in the first one, all pairs run in order
+        with torch.autocast("cpu", torch.bfloat16) if depth else nullcontext():
+            pipe.step(torch.randn(ROWS, WIDTH), target=torch.randn(ROWS, WIDTH))
+    assert set(noted) == {depth} and len(noted) == 2 * 2 * len(layers) * 8
+    assert (pipe._steps.ranks.pair_counts().together > 0) == (schedule == "dualpipev")
+
+
+def test_the_end_of_a_thread_keeps_the_casts_of_parameters() -> None:
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = layer(x).grad_fn.next_functions[0]
+        state = thread_state()
+
+        def run() -> None:
+            with state():
+                layer(x)
+
+        thread = Thread(target=run)
+        thread.start()
+        thread.join()
+        assert layer(x).grad_fn.next_functions[0] == before
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).grad_fn.next_functions[0] != before

@@ -119,6 +119,19 @@ def test_what_is_changed_in_a_stage_that_is_held_twice() -> None:
         pipe.step(batch[0], target=batch[1])
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_tie_that_changes_in_a_stage_that_is_held_twice_is_refused(is_tied: bool) -> None:
+    """The hidden copy has one weight where the stage now has two, or the reverse."""
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    if is_tied:
+        layers[1].weight = layers[0].weight
+    pipe = Pipeline(layers, "dualpipe", 4, nn.functional.mse_loss, num_ranks=2)
+    pipe.step(torch.randn(8, 8), target=torch.randn(8, 8))
+    layers[1].weight = nn.Parameter(torch.randn(8, 8)) if is_tied else layers[0].weight
+    with pytest.raises(ValueError, match="weight of a Linear was tied .* or separated .* build a new Pipeline"):
+        pipe.step(torch.randn(8, 8), target=torch.randn(8, 8))
+
+
 def test_what_a_forward_has_left_in_a_stage_that_is_held_twice(executor: str) -> None:
     """Torch copies no tensor with a graph: a loss kept on a layer, or the weight of the older weight_norm."""
     model = nn.Sequential(*(nn.utils.weight_norm(nn.Linear(6, 6)) for _ in range(4)))

@@ -52,15 +52,17 @@ def compare(
     count: int = 5,
     num_ranks: int = 2,
     recompute: str = "none",
+    grad_dtype: torch.dtype | None = None,
 ) -> Pipeline:
     """Two steps that accumulate, against the unsplit model's."""
     num_layers = len(make_schedule(schedule, num_ranks=num_ranks, num_microbatches=count).placement.routes[0])
     layers, unsplit = model_of(make, num_layers), Chain(dict(enumerate(model_of(make, num_layers))))
-    pipe = Pipeline(layers, schedule, count, squared, num_ranks=num_ranks, executor=executor, recompute=recompute)
+    options = {"num_ranks": num_ranks, "executor": executor, "recompute": recompute, "grad_dtype": grad_dtype}
+    pipe = Pipeline(layers, schedule, count, squared, **options)
     for _ in range(2):
         x, y = batch_of(2 * count + 1)
         result = pipe.step(x, target=y)
-        reference = reference_step(unsplit, (x, y), pipe.schedule, loss_fn=squared)
+        reference = reference_step(unsplit, (x, y), pipe.schedule, loss_fn=squared, grad_dtype=grad_dtype)
         assert result.loss is not None and same_bits(result.loss, reference.loss)
         assert not (wrong := unequal(pipe, unsplit)), f"the gradients of {wrong} differ"
     return pipe
@@ -95,6 +97,27 @@ def test_autocast(kernel: str) -> None:
         # a bias is added before the product is rounded, also for a single row
         compare(OneDimension, kernel)
     assert waiting(pipe) == {"attention.qkv", "attention.out.weight", "mlp.up.weight", "mlp.down.weight"}
+
+
+class InBf16(nn.Module):
+    """A weight with two uses, and one with a bias that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = (nn.Linear(WIDTH, WIDTH).bfloat16() for _ in range(2))
+        self.shift = nn.Parameter(torch.randn(()).bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(self.linear(x.bfloat16()).tanh())
+        return nn.functional.linear(hidden, self.other.weight, self.shift.expand(WIDTH)).float()
+
+
+@BOTH_KERNELS
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+def test_bf16(grad_dtype: torch.dtype | None, kernel: str) -> None:
+    """Torch adds such a bias after the product is rounded, and converts the gradient of each use to grad_dtype."""
+    pipe = compare(InBf16, kernel, grad_dtype=grad_dtype)
+    assert waiting(pipe) == {"linear.weight"}
 
 
 WAITING = {

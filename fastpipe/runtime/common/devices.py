@@ -94,6 +94,10 @@ def thread_state(device: torch.device = CPU) -> Callable[[], contextlib.Abstract
     Modes include the default device and FLOP counters. Hooks are those of `torch.autograd.graph`, for example to move
     activations to the host.
 
+    All threads share autocast's cache of casts, which is dropped when a thread leaves its outermost region. So a thread
+    is in a region if the caller is, and the end of this context keeps the cache: in another thread the uses of a weight
+    in one forward may be left without their common cast, and be summed in another dtype.
+
     Returns:
         A context of them for another thread.
     """
@@ -106,9 +110,39 @@ def thread_state(device: torch.device = CPU) -> Callable[[], contextlib.Abstract
         cache_enabled=torch.is_autocast_cache_enabled(),
     )
 
+    depth = min(_autocast_depth(), 1)
+
     @contextlib.contextmanager
     def applied() -> Iterator[None]:
-        with torch.set_grad_enabled(grad), autocast(), stream or contextlib.nullcontext(), modes():
+        with (
+            _deeper(1),
+            torch.set_grad_enabled(grad),
+            autocast(),
+            stream or contextlib.nullcontext(),
+            modes(),
+            _deeper(depth - 2),
+        ):
             yield
 
     return applied
+
+
+def _autocast_depth() -> int:
+    """The number of regions of autocast that this thread is in."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+@contextlib.contextmanager
+def _deeper(levels: int) -> Iterator[None]:
+    """So many more regions of autocast, or fewer; the end keeps the cache."""
+    enter, leave = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+    if levels < 0:
+        enter, leave = leave, enter
+    for _ in range(abs(levels)):
+        enter()
+    try:
+        yield
+    finally:
+        for _ in range(abs(levels)):
+            leave()

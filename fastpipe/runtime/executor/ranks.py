@@ -304,6 +304,8 @@ class LocalRanks:
                 else:
                     self._run_all(self._pool, signature, announce, trace, error is not None)
         finally:
+            # the caller's region may go on over the optimizer's step, which changes weights
+            torch.clear_autocast_cache()
             outcome = self._taken()
         return outcome
 

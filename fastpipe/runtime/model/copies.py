@@ -326,6 +326,8 @@ class LocalCopies(StageCopies):
                     "Pipeline"
                 )
             check_no_post_hooks(original)
+        for stage, copied in self._stages:
+            check_ties_unchanged(stage, copied)
         return {}
 
     def equalise(self, *, initialised: bool = False) -> None:
@@ -379,6 +381,23 @@ class LocalCopies(StageCopies):
 
 def _names_of_parameters(module: nn.Module) -> set[str]:
     return {name for name, parameter in parameters_of(module).items() if parameter is not None}
+
+
+def check_ties_unchanged(stage: nn.Module, copied: nn.Module) -> None:
+    """Refuse one weight in a stage that is two in its copy, or the reverse."""
+    firsts: dict[int, nn.Parameter] = {}
+    seconds: dict[int, nn.Parameter] = {}
+    for module, twin in zip(stage.modules(), copied.modules(), strict=True):
+        for name, second in parameters_of(twin).items():
+            first = parameters_of(module).get(name)
+            if first is None or second is None:
+                continue
+            if firsts.setdefault(id(second), first) is not first or seconds.setdefault(id(first), second) is not second:
+                raise ValueError(
+                    f"stages: the parameter {name} of a {type(module).__name__} was tied to another one, or separated "
+                    "from it, since the Pipeline was built, and the schedule holds its stage twice; build a new "
+                    "Pipeline"
+                )
 
 
 def _pairs_of_parameters(modules: Sequence[tuple[nn.Module, nn.Module]]) -> list[tuple[nn.Parameter, nn.Parameter]]:

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction, GraphExecGroup
 
 from fastpipe.runtime import native
-from fastpipe.runtime.common import has_graph, is_dtensor, local_part, torch_private, version_of
+from fastpipe.runtime.common import grad_dtype_of, has_graph, is_dtensor, local_part, torch_private, version_of
 
 
 @dataclass
@@ -301,6 +301,7 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, uses: list[Use]) -> torch.Tensor:
         ctx.weight, ctx.uses = weight.detach(), uses
+        ctx.dtype = grad_dtype_of(weight) if weight.is_leaf else weight.dtype
         return weight.new_empty(())
 
     @staticmethod
@@ -308,7 +309,8 @@ class _Source(torch.autograd.Function):
         total: torch.Tensor | None = None
         for use in ctx.uses:
             use.require_unchanged()
-            part = _weight_gradient(use.inputs, use.grad, ctx.weight)
+            # the engine converts each gradient before it adds it to others
+            part = _weight_gradient(use.inputs, use.grad, ctx.weight).to(ctx.dtype)
             total = part if total is None else total.add_(part)
         ctx.uses.clear()
         return total, None
@@ -323,7 +325,8 @@ def _fits(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     """Whether the kernel supports these; torch runs all else and raises its errors."""
     if not has_graph(weight) or weight.dim() != 2 or inputs.dim() < 1 or inputs.size(-1) != weight.size(1):
         return False
-    if bias is not None and (bias.shape != weight.shape[:1] or not _plain(bias, weight)):
+    # torch adds a bias that is not contiguous after the product
+    if bias is not None and not (bias.shape == weight.shape[:1] and bias.is_contiguous() and _plain(bias, weight)):
         return False
     return weight.is_floating_point() and _plain(weight, weight) and _plain(inputs, weight)
 
