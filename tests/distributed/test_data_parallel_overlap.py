@@ -1,6 +1,7 @@
 """Buckets of DistributedDataParallel start while the stage's last backward runs; two replicas of one process each."""
 
 import itertools
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastpipe import Pipeline
-from fastpipe.runtime.data_parallel.ddp import Replicated
+from fastpipe.runtime.data_parallel.ddp import Average, Replicated
 from tests.conftest import BOTH
 from tests.distributed.meshes import Block, Reference, build, mesh_and_replica, step, wrong_gradients
 from tests.distributed.ranks import on_ranks
@@ -29,12 +30,19 @@ class Events(list[str]):
             self.append(f"REDUCE_GRAD {parallel.stage}")
             real(parallel, failed)
 
-        self.patch = mock.patch.object(Replicated, "reduce_grad", noted)
-        self.patch.start()
+        run = Average._run
+
+        def noted_run(average: Average, bucket: Any) -> Any:
+            self.append("buckets")
+            return run(average, bucket)
+
+        self.patches = ExitStack()
+        self.patches.enter_context(mock.patch.object(Replicated, "reduce_grad", noted))
+        self.patches.enter_context(mock.patch.object(Average, "_run", noted_run))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.patch.stop()
+        self.patches.close()
 
     def take(self) -> str:
         """The events since the last call: each word once, where it begins."""
@@ -43,15 +51,8 @@ class Events(list[str]):
         return ", ".join(words)
 
     def pipeline(self, executor: str, order: str, over: DeviceMesh, **more: Any) -> Pipeline:
-        """With a bucket a parameter, which is noted when it is reduced."""
-        group = over["dp"].get_group()
-
-        def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            self.append("buckets")
-            work = dist.all_reduce(bucket.buffer().div_(2), group=group, async_op=True)
-            return work.get_future().then(lambda future: future.value()[0])
-
-        return build(small_buckets(hook, 0.00001), by_hand(order), executor, over, num_microbatches=None, **more)
+        """With a bucket a parameter."""
+        return build(small_buckets(None, 0.00001), by_hand(order), executor, over, num_microbatches=None, **more)
 
 
 EARLY = "buckets, REDUCE_GRAD 1, buckets, REDUCE_GRAD 0"

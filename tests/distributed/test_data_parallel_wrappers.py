@@ -1,6 +1,7 @@
 """What wrappers may be set to, and schedules that say where replicas meet; two replicas of one process each."""
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -153,17 +154,51 @@ def test_communication_hooks_are_kept(executor: str) -> None:
     assert len(seen) > 4 and max(seen) > 1 and seen.count(0) == 2
 
 
-def small_buckets(hook: Callable[..., Any], megabytes: float) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
-    """DistributedDataParallel with a hook that reduces its buckets, of so many bytes from the first step on."""
+def small_buckets(hook: Callable[..., Any] | None, megabytes: float) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
+    """DistributedDataParallel with buckets of so many bytes from the first step on, and a hook that reduces them."""
 
     def wrap(module: nn.Module, over: DeviceMesh) -> nn.Module:
         # without find_unused_parameters torch begins with one bucket for all
         options: dict[str, Any] = {"bucket_cap_mb": megabytes, "find_unused_parameters": True}
         wrapped = DistributedDataParallel(module, process_group=over.get_group(), **options)
-        wrapped.register_comm_hook(None, hook)
+        if hook is not None:
+            wrapped.register_comm_hook(None, hook)
         return wrapped
 
     return wrap
+
+
+@on_ranks(2)
+def test_hooks_with_several_collectives(executor: str) -> None:
+    """A second collective that is started when the first is complete, at another time in each replica, as PowerSGD's.
+
+    Both have the size of all other buckets' collectives, so that mixing them up would be no error.
+    """
+    over, replica = mesh_and_replica()
+    group = over["dp"].get_group()
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        half = bucket.buffer() / 4
+
+        def second(first: torch.futures.Future[Any]) -> torch.Tensor:
+            time.sleep(0.01 * (replica == bucket.index() % 2))
+            dist.all_reduce(half, group=group)
+            return first.value()[0] + half
+
+        work = dist.all_reduce(half.clone(), group=group, async_op=True)
+        return work.get_future().then(second)
+
+    def made() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]
+
+    pipe = build(
+        small_buckets(hook, 0.0001), by_hand(SPLIT), executor, over, made=made, num_microbatches=None, timeout=10.0
+    )
+    reference = Reference(pipe, made)
+    step(pipe, 0, replica)
+    reference.step(0)
+    assert not (wrong := wrong_gradients(pipe, reference)), wrong
 
 
 def normed() -> list[nn.Module]:

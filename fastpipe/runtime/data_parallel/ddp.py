@@ -10,6 +10,10 @@ a gradient changes afterwards, the bucket started too early; this is checked whe
 message lists the buckets to average again, the parameters that have a gradient, and whether the step failed. The
 remaining buckets are reduced at REDUCE_GRAD.
 
+On CPUs the user's communication hooks run after the program, one bucket at a time. A hook such as PowerSGD's starts
+further collectives when its first one is complete, which over Gloo is at another time in each replica: with two buckets
+in progress, also of different stages, the replicas would add up parts of different buckets.
+
 The reducer covers the parameters that were trainable at its creation. Every step checks whether layers were unfrozen,
 exchanged or appended since. If so, and if all replicas have the same parameters, the reducer is rebuilt, as in
 unpickling: the wrapper stays the same object, with its settings.
@@ -76,6 +80,7 @@ class Average:
 
     Attributes:
         error: what the user's communication hook raised after its collective, if anything.
+        in_turn: whether each bucket waits for the one before.
 
     By `finish`, from the reports of all replicas:
 
@@ -94,6 +99,8 @@ class Average:
         if self._flat:
             self.buckets = [FlatBucket(parameters) for parameters in self.parameters]
         self._has_hook = torch_private.has_comm_hook(wrapper)
+        self.in_turn = self._has_hook and self.buckets[0].buffer().device.type == "cpu"
+        self._failed = False
         # as the reducer: a hook gets unscaled gradients, without a hook they are divided and then summed
         self.factor = 1.0 if self._has_hook else 1.0 / wrapper.process_group.size()
         self.error: Exception | None = None
@@ -166,8 +173,8 @@ class Average:
         self.unwatch()
         if len(self._used) > len(self._futures):
             raise RuntimeError("the communication hook has raised, so the other buckets are not reduced")
-        early = len(self._futures)
-        while len(self._futures) < len(self.buckets):
+        early, self._failed = len(self._futures), failed
+        while not self.in_turn and len(self._futures) < len(self.buckets):
             self._start(failed=failed)
         again = [int(number < early and self._changed(number)) for number in range(len(self.buckets))]
         used = [int(p.grad is not None and not failed) for parameters in self.parameters for p in parameters]
@@ -186,9 +193,11 @@ class Average:
         """
         if self._reported is not None:
             return
-        for future in self._futures:
+        for number in range(len(self.buckets)):
+            if number == len(self._futures):
+                self._start(failed=self._failed)
             try:
-                wait(future)
+                wait(self._futures[number])
             except FailureError:
                 raise
             except Exception as error:  # raised by `Replicated.finish`
@@ -432,7 +441,8 @@ class Replicated(DataParallel):
         is_early = self._starts_early and not self._begun and not self.lost()
         if self._reduces and is_early and self._set[0]["require_backward_grad_sync"]:
             self._early = self._average(self.wrappers[0])
-            self._early.watch(comes)
+            if not self._early.in_turn:
+                self._early.watch(comes)
 
     def reduce_grad(self, failed: bool) -> None:
         """Start the remaining averages."""
@@ -498,7 +508,8 @@ class Replicated(DataParallel):
 
     def _end_hooks(self, running: Sequence[Average], failure: str | None, deadline: float) -> str | None:
         """Wait for users' communication hooks; returns where and why the step has failed here by now, if it has."""
-        if self._begun and not self._took_part:
+        is_broken = bool(self.lost()) and any(average.in_turn for average in running)  # these hooks would begin now
+        if self._begun and (is_broken or not self._took_part):
             why = failure or next(map(self.broken.get, self.lost()), "it failed")
             cause = f"this replica of stage {self.stage} could not reduce its gradients: {why}"
             raise FailureError(Failure(None, cause, is_fatal=True))
