@@ -465,6 +465,7 @@ def save_checkpoint(
         RuntimeError: if the last save in the background failed and its future was not read; if torch's process group
             has been destroyed.
     """
+    _check_pipe(pipe)
     optimizers = as_optimizers(optimizer)
     state: dict[str, Any] = {}
     writers: list[_Writer] = []
@@ -512,6 +513,11 @@ def save_checkpoint(
     with _errors_of_dcp(call, pipe, group), shared.published():
         pipe._steps.all_gather(call, gather, write, shared.watch)
     return started[0] if started else None
+
+
+def _check_pipe(pipe: Any) -> None:
+    if not isinstance(pipe, Pipeline):
+        raise TypeError(f"pipe is a {type(pipe).__name__}: give the Pipeline, as the second argument, after the path")
 
 
 def _shown(path: Any) -> str:
@@ -661,6 +667,7 @@ def load_checkpoint(
             ranks give an optimizer and others none.
         StepError: if another rank cannot load.
     """
+    _check_pipe(pipe)
     optimizers = as_optimizers(optimizer)
     names = names_of(pipe)
     state: dict[str, Any] = {}
