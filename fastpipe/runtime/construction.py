@@ -388,12 +388,14 @@ def _replicated(
         )
     state = thread_state(world.device)
 
-    def wrap() -> dict[int, nn.Module]:
-        with state():
-            return replicate(modules, process_group(group, "data_parallel", "dp"))
+    def attend(wrap: Callable[[], nn.Module]) -> nn.Module:
+        def wrapped() -> nn.Module:
+            with state():
+                return wrap()
 
-    # its constructor waits for the replicas
-    return attended(wrap, world.lost, timedelta(seconds=world.timeout))
+        return attended(wrapped, world.lost, timedelta(seconds=world.timeout))
+
+    return replicate(modules, process_group(group, "data_parallel", "dp"), attend)
 
 
 def _make_stage(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -57,11 +58,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return inner
 
 
-def replicate(modules: Mapping[int, nn.Module], group: dist.ProcessGroup) -> dict[int, nn.Module]:
+def replicate(
+    modules: Mapping[int, nn.Module], group: dist.ProcessGroup, attend: Callable[[Callable[[], nn.Module]], nn.Module]
+) -> dict[int, nn.Module]:
     """Wrap modules with parameters in DistributedDataParallel, also frozen ones, which may be unfrozen later.
 
     Args:
         group: of the replicas.
+        attend: calls a function that waits for the replicas.
 
     Raises:
         ValueError: for a stage that has data parallelism already.
@@ -83,7 +87,7 @@ def replicate(modules: Mapping[int, nn.Module], group: dist.ProcessGroup) -> dic
     wrapped = {}
     for stage, module in modules.items():
         with lost_named(f"of the replicas of stage {stage}, ", lambda: others_in([group])):
-            wrapped[stage] = _wrapped(module, group)
+            wrapped[stage] = attend(partial(_wrapped, module, group))
     return wrapped
 
 
