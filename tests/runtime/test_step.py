@@ -96,7 +96,7 @@ def test_each_argument_is_split_its_own_way(executor: str) -> None:
         return [tuple(value[2 * i : 2 * i + 2]) for i in range(count)]
 
     torch.manual_seed(1)
-    rules = {0: 1, 1: "replicate", "every": None, "pairs": in_pairs, "target": 1}
+    rules = {0: 1, 1: "replicate", "every": "replicate", "pairs": in_pairs, "target": 1}
     layers = [Attends(), Block(), Block(), Block()]
     unsplit = Chain(dict(enumerate([*map(copy.deepcopy, layers)])))
     x, y, table = torch.randn(3, 9, WIDTH), torch.randn(3, 9, WIDTH), torch.randn(WIDTH)
