@@ -46,6 +46,7 @@ from fastpipe.runtime.coordination import (
     find_cores,
 )
 from fastpipe.runtime.data_parallel import (
+    DataParallel,
     check_not_sharded,
     check_parallel,
     find_data_parallel,
@@ -386,6 +387,9 @@ def _replicated(
             "apply fully_shard to the layers instead, or give stages as a function stage_index -> module, which makes "
             "only this process's stages, with memory"
         )
+    replicas = process_group(group, "data_parallel", "dp")
+    if replicas in DataParallel.broken:
+        raise _broken("data_parallel", DataParallel.broken[replicas])
     state = thread_state(world.device)
 
     def attend(wrap: Callable[[], nn.Module]) -> nn.Module:
@@ -393,9 +397,21 @@ def _replicated(
             with state():
                 return wrap()
 
-        return attended(wrapped, world.lost, timedelta(seconds=world.timeout))
+        try:
+            return attended(wrapped, world.lost, timedelta(seconds=world.timeout))
+        except FailureError as error:
+            # the thread may still be in a collective, and would take part in that of another constructor
+            DataParallel.broken[replicas] = error.failure.cause
+            raise
 
-    return replicate(modules, process_group(group, "data_parallel", "dp"), attend)
+    return replicate(modules, replicas, attend)
+
+
+def _broken(group: str, cause: str) -> ValueError:
+    return ValueError(
+        f"{group} cannot be used after a failure ({cause}); make a new group or mesh, and wrap the stages over it, or "
+        "restart the processes"
+    )
 
 
 def _make_stage(
@@ -466,7 +482,9 @@ def agree_on_stages(
         return (resolved, local, executor), message
 
     (resolved, local, executor), replies = agree(world.control, make, part="stages")
-    compare_replicas(local.stages, replies[0]["arguments"], world)
+    if any(reply["parallel"] for reply in replies.everywhere):
+        # with an exchange, so that no rank leaves a comparison in which its replicas are, as another one has raised
+        agree(world.control, lambda: _compared(local.stages, replies[0]["arguments"], world), part="replicas")
     check_same_kinds([reply["tied"] for reply in replies])
     request.programs.parallel = any(reply["parallel"] for reply in replies)
     _set_later([*local.stages, *local.audited.values()], [reply["names"] for reply in replies])
@@ -477,11 +495,12 @@ def agree_on_stages(
 def _check_groups(stages: Sequence[Stage]) -> None:
     for stage in stages:
         if stage.parallel is not None and (lost := stage.parallel.lost()):
-            raise ValueError(
-                f"the process group of the replicas of stage {stage.index} cannot be used after a failure "
-                f"({stage.parallel.broken[lost[0]]}); make a new group or mesh, and wrap the stages over it, or "
-                "restart the processes"
-            )
+            raise _broken(f"the process group of the replicas of stage {stage.index}", stage.parallel.broken[lost[0]])
+
+
+def _compared(stages: Sequence[Stage], arguments: Mapping[str, str], world: World) -> tuple[None, Reply]:
+    compare_replicas(stages, arguments, world)
+    return None, {"arguments": {}, "seed": None}
 
 
 def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], world: World) -> None:
