@@ -607,8 +607,9 @@ class _Peers:
 
     def _read(self) -> dict[int, tuple[bool, str]]:
         """By rank, whether it is within this save, and its last beat or why it failed."""
-        places = self._control.places("save_checkpoint").items()
-        return {rank: (is_active, text) for rank, (step, is_active, text) in places if step == self._step}
+        first, places = self._control.number - self._control.rank, self._control.places("save_checkpoint")
+        own = {rank: places[first + rank] for rank in range(self._control.size) if first + rank in places}
+        return {rank: (is_active, text) for rank, (step, is_active, text) in own.items() if step == self._step}
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

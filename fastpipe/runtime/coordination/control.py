@@ -49,7 +49,8 @@ class Control:
 
     Attributes:
         step: number of calls of `begin`.
-        num_processes: the number of processes that the exchange reaches.
+        num_processes: the number of processes that the exchange reaches: in a mesh those of all its pipelines.
+        number: of this process among them; its rank if there is one pipeline.
         deferred: results that the device computes after the host ends a step; None for a single process.
         pipeline: in a mesh, where this pipeline is.
         remark: a note for `Pipeline.describe`; empty if there is nothing unusual.
@@ -58,6 +59,7 @@ class Control:
     rank = 0
     size = 1
     num_processes = 1
+    number = 0
     step = 0
     deferred: DeferredResults | None = None
     remark = ""
@@ -135,8 +137,12 @@ class Control:
         """
 
     def places(self, within: str = "step") -> dict[int, tuple[int, bool, str]]:
-        """What other processes have written by `put_place`, by rank; from any thread."""
+        """What processes have written by `put_place`, by number; empty without the store's answer. From any thread."""
         return {}
+
+    def name_of(self, number: int) -> str:
+        """A process's name in messages."""
+        return f"rank {number}"
 
     def close(self) -> None:
         """Stop watching."""

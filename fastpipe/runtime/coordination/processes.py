@@ -70,7 +70,7 @@ class Processes(Control):
         ranks_per_host: RanksPerHost,
         identity: Callable[[int], Identity | None] = lambda rank: None,
     ) -> None:
-        self.rank = rank
+        self.rank = self.number = rank
         self.size = self.num_processes = size
         self.step = 0
         self._process = os.getpid()
@@ -462,7 +462,7 @@ class MeshControl(Control):
 
     def __init__(self, whole: Processes, store: Any, pipelines: Sequence[str], size: int, timeout: float) -> None:
         self._whole, self._pipelines, self.size = whole, pipelines, size
-        self.num_processes = whole.size
+        self.num_processes, self.number = whole.size, whole.rank
         self._pipeline, self.rank = divmod(whole.rank, size)
         self.pipeline = pipelines[self._pipeline]
         self._on_failure: Callable[[Failure], None] = lambda failure: None
@@ -534,9 +534,11 @@ class MeshControl(Control):
 
     def places(self, within: str = "step") -> dict[int, tuple[int, bool, str]]:
         """See `Control.places`."""
-        first = self._pipeline * self.size
-        written = self._whole.places(within)
-        return {rank - first: place for rank, place in written.items() if 0 <= rank - first < self.size}
+        return self._whole.places(within)
+
+    def name_of(self, number: int) -> str:
+        """See `Control.name_of`."""
+        return f"rank {_name_in(self._pipelines, self.size, number)}"
 
     def close(self) -> None:
         """See `Control.close`."""

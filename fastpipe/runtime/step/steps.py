@@ -558,7 +558,7 @@ class Steps:
 
     def abort(self, failure: Failure, cause: BaseException | None = None) -> NoReturn:
         """End this pipeline with a fatal failure, and raise it."""
-        note = "" if self.control.size == 1 else self.watchdog.last_report()
+        note = "" if self.control.is_alone else self.watchdog.last_report()
         self._break(failure)
         if cause is not None and not isinstance(cause, Exception):
             try:

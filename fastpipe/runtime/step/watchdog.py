@@ -116,8 +116,8 @@ class Watchdog:
     """Reports calls that take long. One thread, which sleeps; a call costs it two attributes.
 
     Every process whose call lasts longer than ``warn_after``, and every one that has been between calls for as long,
-    writes into the store what it does. The lowest rank that is within a call logs what all have written, and again
-    each time the duration has doubled.
+    writes into the store what it does. The first one within a call logs what all have written, in a mesh those of all
+    pipelines, and again each time the duration has doubled.
 
     Attributes:
         phase: what the current call does now.
@@ -163,12 +163,12 @@ class Watchdog:
         text = self._text()
         self._control.put_place(step, bool(phase), text)
         if asked and not phase:
-            logger.warning("rank %d %s", self._control.rank, text)
+            logger.warning("%s %s", self._control.name_of(self._control.number), text)
         others_need = _PLACES_SECONDS if asked else min(_PLACES_SECONDS, self._warn_after / 4)
         if not phase or self._stop.wait(others_need) or since != self._since:
             return
         first, lines = self._report("")
-        if first == self._control.rank:
+        if first == self._control.number:
             logger.warning(
                 "call %d of the pipeline has taken %.0f s:\n%s", step, time.monotonic() - since, _bounded(lines)
             )
@@ -183,7 +183,7 @@ class Watchdog:
         return f"fastpipe: when the pipeline ended\n{_bounded(lines)}"
 
     def _report(self, text: str) -> tuple[int, list[str]]:
-        """The lowest rank that has said that it is within this call, and a line for each rank.
+        """The first process that has said that it is within this call, and a line for each.
 
         Args:
             text: what this process does, if it is not what `_text` says.
@@ -193,17 +193,19 @@ class Watchdog:
         ]
         if len(places) > 1:  # threads of this process, which is the only one
             return 0, places
-        own, found = self._control.rank, self._control.places()
+        own, found = self._control.number, self._control.places()
         lines, first = [], own
-        for rank in range(self._control.size):
-            step, is_active, said = found.get(rank, (-2, False, ""))
-            if rank == own:
+        for number in range(self._control.num_processes):
+            step, is_active, said = found.get(number, (-2, False, ""))
+            if number == own:
                 said = text or self._text()
+            elif not found:
+                said = "is not known: the store does not answer"
             elif step != (self._step if is_active else self._step - 1):
                 said = "has not reported: it is stopped or dead, or has just begun this step"
             elif is_active:
-                first = min(first, rank)
-            lines.append(f"rank {rank} {said}")
+                first = min(first, number)
+            lines.append(f"{self._control.name_of(number)} {said}")
         return first, lines
 
     def _running(self) -> list[tuple[int, Program, int]]:
