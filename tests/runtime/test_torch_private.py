@@ -86,6 +86,16 @@ def test_a_recompute_is_told_from_a_forward_within_a_backward(use_reentrant: boo
     assert seen == [("forward", False), ("backward", False), ("backward", True)]
 
 
+def test_what_is_noted_in_a_thread_keeps_its_references() -> None:
+    value, nothing = object(), sys.getrefcount(None)
+    before = sys.getrefcount(value)
+    for _ in range(1000):
+        with torch_private.noted_in_thread("fastpipe.test", value):
+            assert torch_private.find_in_thread("fastpipe.test") is value
+    assert sys.getrefcount(value) == before
+    assert abs(sys.getrefcount(None) - nothing) < 500  # others use None meanwhile
+
+
 def test_doctor_names_what_torch_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_private, "missing", lambda: {"torch._C._lost": "add_loss"})
     assert "torch._C._lost, without which this does not work: add_loss" in diagnosis()["private"]

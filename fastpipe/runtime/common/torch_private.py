@@ -13,6 +13,7 @@ its members only.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import inspect
@@ -270,11 +271,33 @@ def check_shared_modes() -> None:
 @contextlib.contextmanager
 def noted_in_thread(key: str, value: Any) -> Iterator[None]:
     """Note an object for this thread, and for the engine's threads that run backwards for it."""
-    torch._C._stash_obj_in_tls(key, value)
+    _note_in_thread(key, value)
     try:
         yield
     finally:
-        torch._C._stash_obj_in_tls(key, None)
+        _note_in_thread(key, None)
+
+
+def _note_in_thread(key: str, value: Any) -> None:
+    if _takes_references():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+@functools.cache
+def _takes_references() -> bool:
+    """Whether torch takes a reference from the caller where it notes an object, instead of one of its own, as 2.11
+    does: the object would be freed while it is used."""
+    key, probe = "fastpipe.probe", object()
+    before = sys.getrefcount(probe)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    torch._C._stash_obj_in_tls(key, probe)
+    takes = sys.getrefcount(probe) == before + 1
+    if not takes:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(probe))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(None))
+    torch._C._stash_obj_in_tls(key, None)
+    return takes
 
 
 def find_in_thread(key: str) -> Any:
