@@ -32,7 +32,8 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
 # A file of tests stays with one worker, as its fixtures may be expensive; tests/conftest.py puts the longest first.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+BY_FILE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(BY_FILE)
 
 .PHONY: help setup build demo test test-full test-nightly lint types format clean cuda-build FORCE
 
@@ -101,17 +102,17 @@ cuda-build:  ## build for GPUs (with nvcc; no GPU is needed), import it, and run
 	  { echo "There is no CUDA toolkit: install one (nvcc), or set CUDA_HOME to its folder"; exit 1; }
 	@$(MAKE) --no-print-directory VENV=$(VENV_CUDA) TORCH='$(TORCH_CUDA)' $(VENV_CUDA)/stamps/torch
 	@FASTPIPE_BUILD_EXT=0 $(CUDA_PYTHON) -m pip --disable-pip-version-check install --quiet \
-	  'setuptools>=77,<82' ninja numpy 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100'
+	  'setuptools>=77,<82' ninja numpy 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100'
 	$(SAY) "building for CUDA, against $(TORCH_CUDA)"
 	@PATH="$(abspath $(VENV_CUDA))/bin:$$PATH" $(CUDA_PYTHON) setup.py --quiet build --build-base build/cuda
 	$(SAY) "importing it, and running tests"
 	@export PYTHONSAFEPATH=1 PYTHONPATH="$$(echo $(CURDIR)/build/cuda/lib*):$(CURDIR)" FASTPIPE_REQUIRE_NATIVE=1; \
 	$(CUDA_PYTHON) -c 'from fastpipe.runtime import native; runtime = native.load(); print(native.native_status()); \
 	  raise SystemExit(None if runtime and runtime.has_cuda else "built without CUDA: this torch has none")' && \
-	$(CUDA_PYTHON) -m pytest --import-mode=append $(CUDA_TESTS) $(ARGS)
+	$(CUDA_PYTHON) -m pytest $(BY_FILE) --import-mode=append $(CUDA_TESTS) $(ARGS)
 	$(SAY) "running the tests of GPUs over CUDA on the host"
 	@export PYTHONSAFEPATH=1 PYTHONPATH="$$(echo $(CURDIR)/build/cuda/lib*):$(CURDIR)" FASTPIPE_REQUIRE_NATIVE=1; \
-	$(CUDA_PYTHON) -m tests.host_cuda $(CUDA_PYTHON) -m pytest --import-mode=append $(HOST_CUDA_TESTS) && \
+	$(CUDA_PYTHON) -m tests.host_cuda $(CUDA_PYTHON) -m pytest $(BY_FILE) --import-mode=append $(HOST_CUDA_TESTS) && \
 	export FASTPIPE_TEST_DEVICE=cuda && \
 	$(CUDA_PYTHON) -m tests.host_cuda $(CUDA_PYTHON) -m pytest --import-mode=append $(HOST_CUDA_LOSSES)
 

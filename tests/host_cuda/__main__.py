@@ -2,19 +2,19 @@
 
 import os
 import sys
-from pathlib import Path
+from importlib.metadata import version
 
 from tests.host_cuda.build import build, variables
-
-FOLDER = Path(__file__).parents[2] / "build" / "host-cuda"
+from tests.native.build import kept_folder
 
 
 def main() -> None:
-    """Build what is not up to date, and become the command."""
+    """Build what is not there, and become the command."""
     if not sys.argv[1:]:
         raise SystemExit("which command? As in: python -m tests.host_cuda python -m pytest tests/gpu")
-    build(FOLDER)
-    os.execvpe(sys.argv[1], sys.argv[1:], os.environ | variables(FOLDER))
+    folder = kept_folder(version("torch"), of=["tests/host_cuda"])
+    build(folder)
+    os.execvpe(sys.argv[1], sys.argv[1:], os.environ | variables(folder))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ the host waits. What a GPU does besides is not checked.
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
@@ -43,7 +44,6 @@ cpp_extension.load(
     extra_include_paths=[root + "/csrc", root + "/tests/native"],
     build_directory=folder,
 )
-open(folder + "/complete", "w").close()
 """
 
 RACES = """
@@ -178,10 +178,13 @@ print("treespecs", races())
 def library() -> Path:
     """The fake device, compiled in another process, since to load it here would give torch a device for good."""
     folder = kept_folder(torch.__version__, sys.version, of=("tests/runtime/devices", "tests/native", "csrc/core"))
-    source = ROOT / "tests/runtime/devices/fake_device.cpp"
-    if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-c", BUILD, str(source), str(folder), str(ROOT)], check=True, timeout=PATIENCE)
-    return folder / "fake_device.so"
+    made, source = folder / "fake_device.so", ROOT / "tests/runtime/devices/fake_device.cpp"
+    if not made.exists():
+        # torch locks the folder in which it builds, and one that was interrupted stays locked
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            subprocess.run([sys.executable, "-c", BUILD, str(source), own, str(ROOT)], check=True, timeout=PATIENCE)
+            Path(own, made.name).rename(made)
+    return made
 
 
 def run_text(text: str, library: Path, folder: Path) -> list[str]:

@@ -17,8 +17,6 @@ from fastpipe.cli.arguments import parser
 from fastpipe.cli.checks import FORMATS, diagnosis
 from tests.patience import PATIENCE
 
-pytestmark = pytest.mark.without_torch
-
 SMALL = ["--ranks", "4", "--microbatches", "8"]
 PRINTING = ("schedules", "show", "simulate", "compare", "validate", "convert")
 COMMANDS = (*PRINTING, "plan", "plot", "html", "trace", "doctor")
@@ -158,6 +156,7 @@ def test_costs_of_a_share_are_those_of_the_stages_that_are_asked_for() -> None:
     assert schedule.options == options
 
 
+@pytest.mark.without_torch
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_json_and_examples_that_run(command: str, capsys: Any, csv: str, monkeypatch: Any) -> None:
     monkeypatch.chdir(Path(csv).parent)
@@ -246,6 +245,7 @@ def test_a_dash_is_the_standard_output_and_no_file(capsys: Any, csv: str, tmp_pa
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.without_torch
 def test_doctor_looks_at_everything(capsys: Any) -> None:
     found = diagnosis()
     assert found["fastpipe"] == fastpipe.__version__

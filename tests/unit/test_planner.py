@@ -19,7 +19,6 @@ from fastpipe.planner import engine, search
 from tests.patience import PATIENCE
 from tests.unit.plans import LAYERS, UNEVEN, small
 
-pytestmark = pytest.mark.without_torch
 needs_library = pytest.mark.skipif(native_plan.library() is None, reason="the planning library is not built")
 
 

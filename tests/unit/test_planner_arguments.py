@@ -12,8 +12,6 @@ from fastpipe import CostModel, LayerCosts
 from fastpipe.planner.problem import Memory, memory_of, read_costs
 from tests.unit.plans import LAYERS, UNEVEN, small
 
-pytestmark = pytest.mark.without_torch
-
 
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -18,8 +18,6 @@ from fastpipe.planner.problem import Problem, memory_of
 from fastpipe.planner.search import Construction, Member, constructed, member
 from fastpipe.simulate import simulate_program
 
-pytestmark = pytest.mark.without_torch
-
 UNCHECKED = "OR-Tools is not installed: what the exact solver proves, and that the search agrees, is not checked"
 
 

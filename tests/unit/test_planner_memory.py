@@ -13,8 +13,6 @@ from fastpipe.bounds import any_placement_bounds
 from fastpipe.planner.problem import Memory, human, memory_of
 from tests.unit.plans import COSTS, LAYERS, small
 
-pytestmark = pytest.mark.without_torch
-
 
 def test_layers_are_cut_and_bytes_are_kept() -> None:
     plan = small(LAYERS, memory="400MB")

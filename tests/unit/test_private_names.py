@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.without_torch
-
 PACKAGE = Path(__file__).resolve().parents[2] / "fastpipe"
 DOOR = PACKAGE / "runtime" / "common" / "torch_private.py"
 DOCUMENTED = {"_replace", "_fields", "_asdict", "_exit"}
