@@ -84,9 +84,10 @@ format: setup  ## rewrite files in the project's format
 
 # Beside the build in this folder, which is for another torch: everything goes into build/cuda. The tests are those that
 # may go wrong with another torch, or with the library for GPUs.
-CUDA_TESTS ?= tests/distributed/test_sharded_training.py $(addprefix tests/runtime/test_, all_to_all.py bits.py checkpoint.py \
-  clip.py failure.py gpu_benchmarks.py native_core.py native_core_process_group.py pairs.py random_numbers.py \
-  recording.py shared_memory.py step.py streams.py tied.py torch_private.py weight_grad.py weight_grad_of_a_stage.py)
+CUDA_TESTS ?= tests/distributed/test_sharded_training.py $(addprefix tests/runtime/test_, all_to_all.py bits.py \
+  checkpoint.py clip.py failure.py gpu_benchmarks.py native_core.py native_core_process_group.py pairs.py \
+  random_numbers.py recording.py shared_memory.py step.py streams.py tied.py torch_private.py weight_grad.py \
+  weight_grad_of_a_stage.py)
 # What needs a GPU runs over CUDA on the host (tests/host_cuda): each transport, recorded steps, schedules of each kind.
 # HOST_CUDA_TESTS=tests/gpu is all of it, HOST_CUDA_TESTS='tests/gpu -k killed' what one asks for. HOST_CUDA_LOSSES are
 # tests for any device: ranks are lost where messages go over NCCL.
