@@ -224,6 +224,16 @@ def test_hooks_with_several_collectives(executor: str) -> None:
     assert not (wrong := wrong_gradients(pipe, reference)), wrong
 
 
+@on_ranks(2)
+def test_uneven_inputs_are_refused() -> None:
+    """A replica that has no batch left would answer the collectives of another order, which ends the process."""
+    over, replica = mesh_and_replica()
+    pipe = build("ddp", by_hand(WHOLE), "auto", over, num_microbatches=None)
+    wrapper = pipe.stage_modules[1]
+    with pytest.raises(ValueError, match="stage 1 was given to Join, .* equally often in all replicas"), wrapper.join():
+        step(pipe, 0, replica)
+
+
 def normed() -> list[nn.Module]:
     torch.manual_seed(0)
     return [module for _ in range(2) for module in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))]
