@@ -27,6 +27,7 @@ from tests.distributed.meshes import (
     WIDTH,
     Block,
     Reference,
+    batch,
     build,
     mesh,
     mesh_and_replica,
@@ -136,6 +137,28 @@ def test_shards_whose_replicas_use_other_parameters(executor: str) -> None:
 
 
 @on_ranks(2)
+def test_shards_that_the_script_keeps_from_reducing_or_gathered(executor: str) -> None:
+    """By FSDP's own settings, as for accumulation: what no step has used has no gradient, and every step begins with
+    the optimizer's values."""
+    over, replica = mesh_and_replica()
+    pipe = build(shard, by_hand(SPLIT), executor, over, made=partial(either_layers, replica), num_microbatches=None)
+    optimizer, reference = torch.optim.SGD(pipe.parameters(), 0.1), HookedReference(pipe, either_layers)
+    for stage in pipe.stage_modules.values():
+        stage.set_reshard_after_backward(False)
+    for number in range(2):
+        for stage in pipe.stage_modules.values():
+            stage.set_requires_gradient_sync(number > 0)
+        step(pipe, number, replica)
+        reference.step(number, reduces=number > 0)
+    assert not (wrong := wrong_gradients(pipe, reference)), wrong
+    pipe.eval_step(batch(2, replica)[0])
+    optimizer.step()
+    for model in reference.models:
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    assert float(step(pipe, 3, replica).loss) == reference.step(3)[replica]
+
+
+@on_ranks(2)
 def test_communication_hooks_are_kept(executor: str) -> None:
     """A communication hook gets undivided gradients, bucket by bucket, once per step."""
     over, replica = mesh_and_replica()
@@ -199,6 +222,16 @@ def test_hooks_with_several_collectives(executor: str) -> None:
     step(pipe, 0, replica)
     reference.step(0)
     assert not (wrong := wrong_gradients(pipe, reference)), wrong
+
+
+@on_ranks(2)
+def test_uneven_inputs_are_refused() -> None:
+    """A replica that has no batch left would answer the collectives of another order, which ends the process."""
+    over, replica = mesh_and_replica()
+    pipe = build("ddp", by_hand(WHOLE), "auto", over, num_microbatches=None)
+    wrapper = pipe.stage_modules[1]
+    with pytest.raises(ValueError, match="stage 1 was given to Join, .* equally often in all replicas"), wrapper.join():
+        step(pipe, 0, replica)
 
 
 def normed() -> list[nn.Module]:

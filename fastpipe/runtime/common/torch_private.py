@@ -462,6 +462,12 @@ def has_python_reducer(wrapper: Any) -> bool:
     return bool(wrapper._use_python_reducer)
 
 
+def is_joined(wrapper: Any) -> bool:
+    """Whether it was given to `torch.distributed.algorithms.Join` or its method ``join`` was called; torch never
+    resets that."""
+    return bool(wrapper._join_config.enable)
+
+
 def sync_buffers(wrapper: Any, *, as_known: bool) -> None:
     """Broadcast the first replica's buffers, if the wrapper would do so in its next forward.
 
@@ -790,8 +796,8 @@ PRIVATE = (
         "reducer logger process_group module device parameters_to_ignore broadcast_buffers broadcast_bucket_size "
         "static_graph mixed_precision require_backward_grad_sync require_forward_param_sync _module_parameters "
         "_static_graph_delay_allreduce_enqueued _has_rebuilt_buckets _get_ddp_logging_data _delay_all_reduce_params "
-        "_use_python_reducer _check_sync_bufs_pre_fwd _sync_buffers _sync_module_buffers _build_params_for_reducer "
-        "_build_debug_param_to_name_mapping _ddp_init_helper",
+        "_use_python_reducer _join_config _check_sync_bufs_pre_fwd _sync_buffers _sync_module_buffers "
+        "_build_params_for_reducer _build_debug_param_to_name_mapping _ddp_init_helper",
         "averages once per step, outside of a backward; new parameters",
         _REPLICATED,
     ),

@@ -376,8 +376,15 @@ class Replicated(DataParallel):
         return len(self.wrappers) == 1 and not any(isinstance(module, nn.SyncBatchNorm) for module in modules)
 
     def prepare(self) -> None:
-        """Refuse a communication hook whose gradients and buckets would differ in dtype."""
+        """Refuse a communication hook whose gradients and buckets would differ in dtype, and contexts in which replicas
+        that have no batch expect the collectives of the wrapper's own forward and backward."""
         for wrapper in self.wrappers:
+            if torch_private.is_joined(wrapper):
+                raise ValueError(
+                    f"data_parallel: the DistributedDataParallel of stage {self.stage} was given to Join, where "
+                    "replicas without a batch do not take part in a pipeline's averages; wrap the stage again, and "
+                    "call step equally often in all replicas (with a loss multiplied by 0 where the data has ended)"
+                )
             if torch_private.has_comm_hook(wrapper) and any(map(has_grad_dtype, wrapper.module.parameters())):
                 raise ValueError(
                     f"grad_dtype: the DistributedDataParallel of stage {self.stage} has a communication hook, whose "

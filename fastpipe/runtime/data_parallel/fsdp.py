@@ -256,7 +256,8 @@ class Sharded(DataParallel):
                 raise RuntimeError(cause)
             group.wait_for_unshard()
             _set(group, flags)
-            self._unused |= _complete(group)
+            if flags["reduce_grads"]:
+                self._unused |= _complete(group)
             _fold(group)
             group.post_backward()
         except Exception as error:  # raised again
@@ -301,8 +302,7 @@ class Sharded(DataParallel):
         torch_private.end_fsdp_backward(self._states)
         for group, flags in self._flags:
             group.wait_for_unshard()
-            if flags["reshard_after_backward"]:
-                group.reshard()
+            group.reshard()  # whatever the user's setting: an optimizer's step would not change gathered parameters
             _set(group, flags)
         for context, last in self._last:
             context.is_last_backward = last
