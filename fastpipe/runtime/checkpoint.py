@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.utils import _pytree as pytree
 
 from fastpipe.checkpoint_folder import (
     FILE_PREFIX,
@@ -650,7 +651,9 @@ class _Peers:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    copy = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+    # the stager copies a view like `x.conj()` without its conjugation, and `x.conj().imag` without its negation
+    resolved = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.resolve_conj().resolve_neg(), state)
+    copy = DefaultStager(StagingOptions(False, False, False, False)).stage(resolved)
     assert isinstance(copy, dict)
     return copy
 

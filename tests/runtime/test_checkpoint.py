@@ -284,6 +284,14 @@ def test_saving_in_the_background_takes_what_there_was(tmp_path: Path) -> None:
     assert all_same(train(other, their, range(2, 4)), uninterrupted(momentum, range(2, 4)))
 
 
+def test_saving_in_the_background_resolves_views(tmp_path: Path) -> None:
+    pipe, view = pipeline("1f1b", 2), torch.tensor([1 + 2j]).conj()
+    writing = save_checkpoint(tmp_path, pipe, extra=[view, {"negated": view.imag}], asynchronous=True)
+    assert writing is not None
+    writing.result()
+    assert load_checkpoint(tmp_path, pipe) == [torch.tensor([1 - 2j]), {"negated": torch.tensor([-2.0])}]
+
+
 def test_the_model_alone(tmp_path: Path) -> None:
     pipe = pipeline("1f1b", 2)
     assert save_checkpoint(tmp_path, pipe) is None
