@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.utils import _pytree as pytree
 
 from fastpipe.checkpoint_folder import (
     FILE_PREFIX,
@@ -68,6 +67,7 @@ from fastpipe.runtime.common import (
     listed,
     lost_named,
     lost_text,
+    pytree,
     torch_private,
     waiting,
 )

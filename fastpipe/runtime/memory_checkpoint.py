@@ -513,6 +513,7 @@ class _Slots:
         except OSError as error:
             self._spare.unlink(missing_ok=True)
             if error.errno != errno.ENOSPC:
+                error.filename = os.fspath(self._spare)
                 raise
             free = os.statvfs(self._folder)
             raise OSError(
