@@ -22,7 +22,7 @@ import pickle
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -63,9 +63,11 @@ from fastpipe.runtime.common import (
     FailureError,
     attended,
     cause_text,
+    is_dtensor,
     listed,
     lost_named,
     lost_text,
+    pytree,
     torch_private,
     waiting,
 )
@@ -87,11 +89,16 @@ def flat_state(optimizers: Optimizers, names: Names) -> dict[str, Any]:
     """The flattened state of the optimizers.
 
     Raises:
-        ValueError: for a parameter that is not the pipeline's, or a state that is neither tensor nor plain value.
+        ValueError: for a parameter that is not the pipeline's, or a state that is neither tensor nor plain value, or
+            is not sharded like its parameter.
     """
     flat: dict[str, Any] = {}
     for group, name, parameter, optimizer in _parameters(optimizers, names):
         values = [("state", key, value) for key, value in optimizer.state.get(parameter, {}).items()]
+        if is_dtensor(parameter):
+            for _, key, value in values:
+                if isinstance(value, torch.Tensor):
+                    _check_sharded(name, parameter, key, value.shape, is_sharded=is_dtensor(value))
         values += [(_GROUPS, key, value) for key, value in group.items() if key not in _LOCAL]
         for section, key, value in values:
             # first the usual types, as it takes long to see that they are no Mapping
@@ -105,6 +112,17 @@ def flat_state(optimizers: Optimizers, names: Names) -> dict[str, Any]:
     return flat
 
 
+def _check_sharded(name: str, parameter: nn.Parameter, key: str, shape: torch.Size, *, is_sharded: bool) -> None:
+    """Refuse a state that is not sharded like its parameter: checkpoints do not have how it was sharded."""
+    if shape.numel() > 1 and not (is_sharded and shape == parameter.shape):
+        raise ValueError(
+            f"optimizer: state of {name} has {key!r}, a {'DTensor' if is_sharded else 'tensor'} of shape "
+            f"{tuple(shape)}, and the parameter is a DTensor of shape {tuple(parameter.shape)}: of such a parameter, "
+            "only state that is sharded in the same way, and single numbers, can be saved and loaded; use another "
+            "optimizer (AdamW, for example), or save and load without optimizer"
+        )
+
+
 def template(optimizers: Optimizers, names: Names, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Empty tensors for the optimizer state that a checkpoint has.
 
@@ -113,6 +131,7 @@ def template(optimizers: Optimizers, names: Names, saved: Mapping[str, Any]) -> 
 
     Raises:
         KeyError: for a parameter that was not in an optimizer when the checkpoint was saved.
+        ValueError: for a state that cannot be sharded like its parameter.
     """
     index = _by_parameter(saved)
     found: dict[str, Any] = {}
@@ -124,7 +143,7 @@ def template(optimizers: Optimizers, names: Names, saved: Mapping[str, Any]) -> 
             )
         for section in ("state", _GROUPS):
             entries = index.get((section, name), {})
-            found |= {f"{section}.{name}.{key}": _empty(parameter, entry) for key, entry in entries.items()}
+            found |= {f"{section}.{name}.{key}": _empty(name, parameter, key, entry) for key, entry in entries.items()}
     return found
 
 
@@ -138,9 +157,11 @@ def _by_parameter(flat: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, An
     return found
 
 
-def _empty(parameter: nn.Parameter, entry: Any) -> Any:
+def _empty(name: str, parameter: nn.Parameter, key: str, entry: Any) -> Any:
     if not isinstance(entry, TensorStorageMetadata):
         return None
+    if is_dtensor(parameter):
+        _check_sharded(name, parameter, key, entry.size, is_sharded=entry.size == parameter.shape)
     dtype = entry.properties.dtype
     if entry.size == parameter.shape:
         # sharded like the parameter
@@ -148,8 +169,14 @@ def _empty(parameter: nn.Parameter, entry: Any) -> Any:
     return torch.empty(entry.size, dtype=dtype)
 
 
-def load_flat_state(optimizers: Optimizers, names: Names, flat: Mapping[str, Any]) -> None:
+def load_flat_state(
+    optimizers: Optimizers, names: Names, flat: Mapping[str, Any], converted: Container[str] = ()
+) -> None:
     """Load a state into the optimizers.
+
+    Args:
+        converted: the names of parameters that now have another dtype than when they were saved: torch converts their
+            state, too. Other states keep their dtype, also one that is not the parameter's.
 
     Raises:
         ValueError: if parameters of one group were saved with different hyperparameters.
@@ -165,6 +192,17 @@ def load_flat_state(optimizers: Optimizers, names: Names, flat: Mapping[str, Any
             groups.append({**group, **_agreed(found), "params": [numbers[id(p)] for p in group["params"]]})
         state = {number: values for number, values in states.items() if values}
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for parameter in parameters:
+            if names[id(parameter)] not in converted:
+                _keep_dtypes(optimizer.state.get(parameter, {}), state.get(numbers[id(parameter)], {}))
+
+
+def _keep_dtypes(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Undo that torch has converted a state to its parameter's dtype: momentum in fp32 of a parameter in bf16."""
+    for key, value in saved.items():
+        found = loaded.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and found.dtype != value.dtype:
+            loaded[key] = value.to(found.device)
 
 
 def _agreed(found: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -408,7 +446,8 @@ def _errors_of_dcp(call: str, pipe: Pipeline, group: Any) -> Iterator[None]:
         raise StepError(f"{who} failed in {call}: {cause}", rank=rank, cause=cause) from error
 
 
-def _shared_call(pipe: Pipeline, group: Any) -> SharedCall:
+def shared_call(pipe: Pipeline, group: Any = None) -> SharedCall:
+    """A call that all processes of a group make together; default: all."""
     member, control = pipe._site.member, pipe._site.control
     processes: Sequence[int] = []
     with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError):  # `check_processes` refuses it
@@ -471,7 +510,7 @@ def save_checkpoint(
     writers: list[_Writer] = []
     started: list[Future[Any]] = []
     call, step = f"save_checkpoint of {_shown(path)}" + (", asynchronous" if asynchronous else ""), pipe.step_count
-    shared = _shared_call(pipe, group)
+    shared = shared_call(pipe, group)
 
     def gather() -> Reply:
         _await_pending()
@@ -613,7 +652,9 @@ class _Peers:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    copy = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+    # the stager copies a view like `x.conj()` without its conjugation, and `x.conj().imag` without its negation
+    resolved = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.resolve_conj().resolve_neg(), state)
+    copy = DefaultStager(StagingOptions(False, False, False, False)).stage(resolved)
     assert isinstance(copy, dict)
     return copy
 
@@ -675,7 +716,7 @@ def load_checkpoint(
     saved: dict[str, Any] = {}
     readers: list[_Reader] = []
     call = f"load_checkpoint of {_shown(path)}"
-    shared = _shared_call(pipe, group)
+    shared = shared_call(pipe, group)
 
     def prepare() -> Reply:
         _await_pending()
@@ -704,7 +745,8 @@ def load_checkpoint(
 
     with _errors_of_dcp(call, pipe, group), shared.published():
         pipe._steps.all_gather(call, prepare, read, shared.watch)
-    return restore_together(pipe, optimizers, lambda: state, call)
+    converted = _converted(pipe, saved)
+    return restore_together(pipe, optimizers, lambda: {**state, "converted": converted}, call)
 
 
 def restore_together(pipe: Pipeline, optimizers: Optimizers, read: Callable[[], Mapping[str, Any]], call: str) -> Any:
@@ -723,7 +765,7 @@ def restore(pipe: Pipeline, optimizers: Optimizers, state: Mapping[str, Any]) ->
     """Load a state of `whole_state`; returns its ``extra``."""
     names = names_of(pipe)
     pipe.load_state_dict(state["model"])
-    load_flat_state(optimizers, names, state["optimizer"])
+    load_flat_state(optimizers, names, state["optimizer"], state.get("converted", ()))
     _set_generators(pipe, state["random"])
     if "steps" in state:
         (pipe.step_count,) = state["steps"]
@@ -821,6 +863,17 @@ def _check_model(state: Mapping[str, Any], saved: Mapping[str, Any], path: str |
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "no tensor" if shape is None else f"a tensor of shape {shape}"
+
+
+def _converted(pipe: Pipeline, saved: Mapping[str, Any]) -> set[str]:
+    """The names of parameters that had another dtype when they were saved."""
+    found = set()
+    for name, parameter in pipe.named_parameters():
+        key = torch_private.name_in_state(name)
+        entry = saved.get(f"model.{key}")
+        if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != parameter.dtype:
+            found.add(key)
+    return found
 
 
 def _check_all_taken(saved: Mapping[str, Any], replies: Sequence[Reply], path: str | os.PathLike[str]) -> None:

@@ -55,6 +55,7 @@ from fastpipe.runtime.checkpoint import (
     names_of,
     optimizes,
     restore_together,
+    shared_call,
     template,
     whole_state,
 )
@@ -145,8 +146,8 @@ class MemoryCheckpoint:
             first = found[0]["job"]
             self._folder = Path(folder) / f"fastpipe-{os.geteuid()}-{_digest(host_name())}-{_digest(first)}"
 
-        pipe._steps.all_gather("MemoryCheckpoint", make, connect)
-        pipe._steps.all_gather("MemoryCheckpoint", self._make_folder)
+        self._together("MemoryCheckpoint", make, connect)
+        self._gather_from_all("MemoryCheckpoint", self._make_folder)
         holders = _holders(hosts, keep)
         if keep > (count := len(set(hosts))) and self._rank == 0:
             logger.warning("keep = %d: there are %d hosts, and as many copies of each rank in memory", keep, count)
@@ -187,7 +188,7 @@ class MemoryCheckpoint:
         if sizes == self._sizes:
             self._reserve(sizes)
         else:
-            pipe._steps.all_gather("MemoryCheckpoint.save", lambda: self._reserve(sizes))
+            self._gather_from_all("MemoryCheckpoint.save", lambda: self._reserve(sizes))
         self._sizes = sizes
         self._generation = generation = 1 + max(reply["generation"] for reply in replies)
         own = self._slots[self._rank]
@@ -226,7 +227,7 @@ class MemoryCheckpoint:
             found.append(self._find(layouts[0], replies[0]["disk"]))
 
         call = f"MemoryCheckpoint.load, path = {path}"
-        pipe._steps.all_gather(call, make, find)
+        self._together(call, make, find)
         if (memory := found[0]) is not None:
             return restore_together(pipe, self._optimizers, lambda: self._read(memory), call)
         return None if path is None else load_checkpoint(path, pipe, self._optimizers or None)
@@ -277,11 +278,29 @@ class MemoryCheckpoint:
         """The messages of all processes, also of other pipelines."""
         found: list[Reply] = []
 
-        def gather(replies: Sequence[Reply]) -> None:
+        def gather(replies: Replies) -> None:
             found.extend(self._gather(replies[self._pipe.rank]))
 
-        replies = self._pipe._steps.all_gather(call, make, gather if self._has_replicas else None)
+        replies = self._together(call, make, gather if self._has_replicas else None)
         return found or replies.everywhere
+
+    def _together(self, call: str, make: Callable[[], Reply], collective: Callable[[Replies], None] | None) -> Replies:
+        """`Steps.all_gather`; an error in one pipeline is an error in all."""
+        shared = shared_call(self._pipe)
+
+        def work(replies: Replies) -> None:
+            assert collective is not None
+            with shared.collective():
+                collective(replies)
+
+        try:
+            with shared.published():
+                return self._pipe._steps.all_gather(call, make, work if collective else None, shared.watch)
+        except (
+            BaseException
+        ):  # raised again; for the next MemoryCheckpoint, as a process may still wait in a collective
+            drop_side_group("MemoryCheckpoint", None)
+            raise
 
     def _reserve(self, sizes: Sequence[int]) -> Reply:
         for rank, slots in self._slots.items():
@@ -494,6 +513,7 @@ class _Slots:
         except OSError as error:
             self._spare.unlink(missing_ok=True)
             if error.errno != errno.ENOSPC:
+                error.filename = os.fspath(self._spare)
                 raise
             free = os.statvfs(self._folder)
             raise OSError(

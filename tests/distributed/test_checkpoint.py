@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from fastpipe import MemoryCheckpoint, Pipeline, checkpoint_folder, latest_checkpoint, load_checkpoint, save_checkpoint
 from fastpipe.runtime import checkpoint
@@ -191,6 +192,34 @@ def test_a_rank_of_which_all_is_frozen_needs_no_condition(tmp_path: Path) -> Non
         assert unmoved == (dist.get_rank() == 0)
         save_checkpoint(tmp_path / str(number), pipe, optimizer)
         load_checkpoint(tmp_path / str(number), pipe, adamw())
+
+
+def with_rows(pipe: Pipeline) -> torch.optim.Optimizer:
+    """An optimizer with one number for each row of a weight."""
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for weight in pipe.parameters():
+        optimizer.state[weight]["row_var"] = weight.new_zeros(len(weight), 1)
+    return optimizer
+
+
+@on_ranks(2)
+def test_state_of_shards_that_is_not_sharded_like_them_is_refused(tmp_path: Path) -> None:
+    over = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+
+    def pipeline(wrap: str) -> Pipeline:
+        layer = nn.Linear(4, 4, bias=False)
+        parallel = fully_shard(layer, mesh=over["dp"]) if wrap == "fully_shard" else layer
+        data_parallel = over["dp"] if wrap == "ddp" else None
+        return Pipeline([parallel], "gpipe", 1, group=over["pp"], data_parallel=data_parallel)
+
+    ddp, sharded = pipeline("ddp"), pipeline("fully_shard")
+    wrong = r"state of 0.weight has 'row_var', a (DT|t)ensor of shape \(4, 1\), and the parameter is a DTensor of shape"
+    with pytest.raises(ValueError, match=wrong):
+        save_checkpoint(tmp_path / "sharded", sharded, with_rows(sharded))
+    save_checkpoint(tmp_path / "ddp", ddp, with_rows(ddp))
+    load_checkpoint(tmp_path / "ddp", ddp, with_rows(ddp))
+    with pytest.raises(ValueError, match=wrong):
+        load_checkpoint(tmp_path / "ddp", sharded, torch.optim.SGD(sharded.parameters()))
 
 
 PHASES = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastpipe import MemoryCheckpoint, save_checkpoint
+from fastpipe import MemoryCheckpoint, Pipeline, save_checkpoint
 from fastpipe.runtime import memory_checkpoint
 from fastpipe.runtime.memory_checkpoint import _holders
 from tests.distributed.hosts import on_hosts
@@ -176,6 +176,34 @@ def test_an_error_within_a_collective_is_named_before_the_timeout(tmp_path: Path
         zero, one = group.run(raise_while_others_gather, str(tmp_path))
     assert one[0] == "OSError" and zero[0] == "StepError" and zero[2] == 1
     assert "rank 1: MemoryCheckpoint: OSError: [Errno 28] No space left on device" in zero[1]
+
+
+def fail_in_one_of_two_pipelines(folder: str) -> list[Any]:
+    """Runs on two replicas: what each call raises if process 1 is given a wrong argument, or has no room."""
+    over = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    wrong, errors = dist.get_rank() == 1, []
+    for how in ("extra", "room", "path", "nothing", "keep"):  # after the last one, nobody can use the default group
+        pipe = Pipeline([torch.nn.Linear(4, 4)], "gpipe", 1, group=over["pp"], data_parallel=over["dp"])
+
+        def call(pipe: Pipeline = pipe, how: str = how) -> None:
+            memory = MemoryCheckpoint(pipe, name=how, folder=folder, keep=0 if wrong and how == "keep" else 1)
+            with pytest.MonkeyPatch.context() as patch:
+                if wrong and how == "room":
+                    patch.setattr(os, "posix_fallocate", no_room)
+                memory.save(object() if wrong and how == "extra" else None)
+            memory.load(3 if wrong and how == "path" else None)
+
+        errors.append(caught(call) if how != "nothing" else call())
+    return errors
+
+
+def test_an_error_in_one_pipeline_reaches_the_others(tmp_path: Path) -> None:
+    """They would wait in a collective, by default for ten minutes."""
+    with ranks(2) as group:
+        zero, one = group.run(fail_in_one_of_two_pipelines, str(tmp_path))
+    assert [error and error[0] for error in one] == ["ValueError", "OSError", "TypeError", None, "ValueError"]
+    for found, raised in zip(zero, one, strict=True):
+        assert found is raised is None or found[0] == "StepError" and f"pipeline: {raised[0]}" in found[1], found
 
 
 def no_room(*_: Any) -> None:

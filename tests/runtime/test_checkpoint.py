@@ -102,6 +102,38 @@ def test_training_goes_on_in_another_cut(make: Callable[[Any], Optimizer], execu
         save_checkpoint(tmp_path / str(number), pipe, optimizer, extra={"step": steps.stop})
 
 
+@pytest.mark.parametrize("how", ["disk", "memory"])
+def test_optimizer_state_keeps_its_own_dtype(how: str, tmp_path: Path) -> None:
+    """Momentum in fp32 of parameters in bf16; torch's load_state_dict rounds it to bf16."""
+    case, found = CASES["bfloat16"], []
+    batch = case.batches(1, 9)[0]
+    pipes = [Pipeline(case.layers(4), "1f1b", 4, squared, num_ranks=2, grad_dtype=torch.float32) for _ in "ab"]
+    for number, pipe in enumerate(pipes):
+        optimizer = momentum(pipe)
+        memory = MemoryCheckpoint(pipe, optimizer, name="test", folder=tmp_path) if how == "memory" else None
+        if number:
+            assert (memory.load() if memory else load_checkpoint(tmp_path / "disk", pipe, optimizer)) == 1
+        for step in range(number, 3):
+            pipe.step(*batch.args, target=batch.target)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                memory.save(1) if memory else save_checkpoint(tmp_path / "disk", pipe, optimizer, extra=1)
+        found.append([*pipe.state_dict().values()])
+        del memory  # a second one of its name is refused
+    assert all_same(*found)
+    wide = Pipeline([layer.float() for layer in case.layers(4)], "1f1b", 4, squared, num_ranks=2)
+    optimizer = torch.optim.AdamW(wide.parameters())
+    x, y = (value.float() for value in (*batch.args, batch.target))
+    wide.step(x, target=y)
+    optimizer.step()
+    save_checkpoint(tmp_path / "wide", wide, optimizer)
+    optimizer = torch.optim.AdamW(pipes[0].parameters())
+    load_checkpoint(tmp_path / "wide", pipes[0], optimizer)
+    dtypes = {key: value.dtype for key, value in optimizer.state[next(pipes[0].parameters())].items()}
+    assert dtypes == {"step": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
+
+
 def fresh() -> list[nn.Module]:
     """The layers with other parameters."""
     layers = CASE.layers(8)
@@ -250,6 +282,14 @@ def test_saving_in_the_background_takes_what_there_was(tmp_path: Path) -> None:
     assert all(same_bits(value, kept[key]) for key, value in other.state_dict().items())
     assert not all(same_bits(value, kept[key]) for key, value in later.items())
     assert all_same(train(other, their, range(2, 4)), uninterrupted(momentum, range(2, 4)))
+
+
+def test_saving_in_the_background_resolves_views(tmp_path: Path) -> None:
+    pipe, view = pipeline("1f1b", 2), torch.tensor([1 + 2j]).conj()
+    writing = save_checkpoint(tmp_path, pipe, extra=[view, {"negated": view.imag}], asynchronous=True)
+    assert writing is not None
+    writing.result()
+    assert load_checkpoint(tmp_path, pipe) == [torch.tensor([1 - 2j]), {"negated": torch.tensor([-2.0])}]
 
 
 def test_the_model_alone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import subprocess
 import sys
 import weakref
@@ -300,6 +301,19 @@ def test_what_is_refused(
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=text):
         call(tmp_path)
+
+
+def test_a_file_that_may_not_be_so_large_is_named(tmp_path: Path) -> None:
+    _, _, memory = make(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # bytes of a file
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/0\.writing'"):
+            memory.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    memory.save()
+    memory.close()
 
 
 def test_nothing_is_executed_that_is_in_a_file() -> None:

@@ -184,8 +184,8 @@ class SharedCall:
             raise
 
     @contextlib.contextmanager
-    def collective(self, everywhere: type[BaseException]) -> Iterator[None]:
-        """Context of the collectives; they have ended, too, if all processes raise an exception of the given type."""
+    def collective(self, *everywhere: type[BaseException]) -> Iterator[None]:
+        """Context of the collectives; they have ended, too, if all processes raise an exception of a given type."""
         try:
             yield
         except everywhere:
