@@ -296,10 +296,8 @@ class MemoryCheckpoint:
         try:
             with shared.published():
                 return self._pipe._steps.all_gather(call, make, work if collective else None, shared.watch)
-        except (
-            BaseException
-        ):  # raised again; for the next MemoryCheckpoint, as a process may still wait in a collective
-            drop_side_group("MemoryCheckpoint", None)
+        except BaseException:  # raised again
+            drop_side_group("MemoryCheckpoint", None)  # a process may still wait in a collective of it
             raise
 
     def _reserve(self, sizes: Sequence[int]) -> Reply:
