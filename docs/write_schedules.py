@@ -77,6 +77,9 @@ You can also write a schedule (`fastpipe.Schedule.from_actions`), or load one fr
 OPTIONS = """
 ## Options of several schedules
 
+Options are keyword arguments of `fastpipe.make_schedule("wave_zb", ..., memory=0.5)`, and a dict of the Pipeline:
+`schedule_options={"memory": 0.5}` (`stages_per_rank=` is an argument of its own). In a shell: `--option memory=0.5`.
+
 | option | meaning |
 |---|---|
 """

@@ -166,8 +166,8 @@ class Plan:
             f"lower bound {self.bound:.6g} on this placement ({percent(self.gap)} less), "
             f"{self.bound_anywhere:.6g} on any" + ("; proved optimal" if self.optimal else ""),
             f"  stages per rank: {chosen.stages_per_rank} ({schedule.placement.name}), {chosen.messages} messages, "
-            f"peak memory {chosen.peak_memory:.4g} of {schedule.num_ranks}"
-            + (f" ({human(chosen.peak_bytes)})" if chosen.peak_bytes else ""),
+            f"peak activations {chosen.peak_memory:.4g} (1F1B: {schedule.num_ranks})"
+            + (f", {human(chosen.peak_bytes)}" if chosen.peak_bytes else ""),
         ]
         lines += self._not_counted()
         if self.partition is not None:

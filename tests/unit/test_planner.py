@@ -346,6 +346,7 @@ def test_a_plan_prints_what_matters(tmp_path: Path) -> None:
     text = str(plan)
     assert "memory 0.75 of 1F1B's" in text and "the plan" in text and f"{plan.bound:.6g}" in text
     assert plan.chosen.name in text
+    assert f"peak activations {plan.chosen.peak_memory:.4g} (1F1B: {plan.schedule.num_ranks})" in text
     pytest.importorskip("matplotlib")
     picture = plan.plot(tmp_path / "pareto.svg").read_text()
     assert picture.count('id="chosen"') == picture.count('id="limit"') == picture.count('id="name the plan"') == 1
