@@ -29,7 +29,7 @@ DELAYS = st.sampled_from([0.0, 0.0, 0.0005])
 def train(stages: list[nn.Module], schedule: Schedule, executor: str, delay: float, how: Any) -> list[Any]:
     """Two steps that accumulate, over a loopback that may delay; the pipeline and their results."""
     how = {**how, "transport": Loopback(delay=delay), "timeout": PATIENCE}
-    if how["overlap"] == "always":
+    if how.get("overlap") == "always":
         how["overlap"] = overlap_of(executor)
     pipe = Pipeline(dict(enumerate(stages)), schedule, loss_fn=squared, executor=executor, **how)
     return [pipe, [pipe.step(x, target=y) for x, y in batches(schedule.num_microbatches)]]
