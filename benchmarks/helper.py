@@ -39,7 +39,7 @@ def make_tasks(width: int, rows: int, options: Any) -> dict[str, Callable[[], An
             stages_per_rank=options.stages,
             overlap=overlap,
             merge=False,
-            executor=options.executor,
+            executor="native",
         )
         for way, overlap in WAYS.items()
     }
@@ -72,7 +72,6 @@ def main() -> None:
     options.add_argument("--stages", type=int, default=2)
     options.add_argument("--microbatches", type=int, default=32)
     options.add_argument("--steps", type=int, default=2, help="of a measurement (2)")
-    options.add_argument("--executor", default="native", help="native or python")
     chosen = options.parse_args()
     print(machine())
     print(f"1 rank, {chosen.stages} stages, {chosen.microbatches} microbatches, {chosen.rounds} rounds\n")

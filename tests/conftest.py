@@ -166,6 +166,14 @@ def executors_in_turn(names: str, cases: Iterable[tuple[Any, ...] | str], **opti
 BOTH = pytest.mark.parametrize("executor", ["native", "python"], indirect=True)
 """For a test between processes, which has one of the executors otherwise."""
 
+NATIVE = pytest.mark.parametrize("executor", ["native"], indirect=True)
+"""For a test of what the native executor alone has."""
+
+
+def overlap_of(executor: str) -> str:
+    """``Pipeline(overlap=)`` for pairs that overlap if they can: the Python executor refuses "always"."""
+    return "always" if executor == "native" else "auto"
+
 
 @pytest.fixture(params=["python", "native"])
 def executor(request: pytest.FixtureRequest) -> str:

@@ -467,7 +467,7 @@ def agree_on_stages(
         check_audited(execution.audit, local.stages)
         execution.check_replicas(local.stages)
         _check_groups(local.stages)
-        executor = executor_class(execution.executor, world.device)
+        executor = executor_class(execution.executor, world.device, execution.overlap)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
         values = request.signature(arguments, world.member.size)
         values |= {"audit": f"{execution.audit} on {computes_on(world.device)}"} if audits else {}
@@ -639,7 +639,8 @@ def _make_ranks(
     streams = wants_streams(device, execution.overlap, local.by_rank.values())
     cores = len(os.sched_getaffinity(0))
     num_here = world.ranks_per_host.count()
-    pairs, why_pairs = pair_policy(execution.overlap, num_here, cores, device, streams, dimensions)
+    by_python = executor is not NativeExecutor
+    pairs, why_pairs = pair_policy(execution.overlap, num_here, cores, device, streams, dimensions, by_python)
     refusal = why_not(device, local.by_rank, transport, copies)
     if execution.cuda_graph and refusal:
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)

@@ -136,8 +136,9 @@ class Pipeline:
             name in it. Not needed for layers of a list that share a Parameter.
         overlap: how pairs of a forward and a backward (``OVERLAP_F_B``) run if the modules have no method for them:
             ``"always"`` concurrently, the backward in a helper thread; ``"never"``; or ``"auto"``: the faster one by
-            measurement, in order if no core is free. In a mesh whose stages run collectives ``"auto"`` lets them take
-            turns at `fastpipe.all_to_all`, and ``"always"`` is refused. Results are bit-identical.
+            measurement, in order if no core is free, and with the Python executor. In a mesh whose stages run
+            collectives ``"auto"`` lets them take turns at `fastpipe.all_to_all`. ``"always"`` is refused there, and
+            with the Python executor. Results are bit-identical.
         forward_context: a function that gets the value of `fastpipe.current` and returns a context manager, entered
             for every F (the module and its loss).
         backward_context: the same for every B, I and W.

@@ -86,6 +86,7 @@ def interrupted_in_a_pair(victim: int, way: dict[str, str]) -> dict[str, Any]:
     return {"type": caught.type, "text": str(caught.value), "together": together, "again": again}
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if way[0] == "native"], ids="-".join, indirect=True)
 def test_a_second_one_inside_a_pair(way: dict[str, str], group_of: GroupOf) -> None:
     victim = 1
     answers = group_of(SIZE).run(interrupted_in_a_pair, victim, way)

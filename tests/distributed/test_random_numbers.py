@@ -4,24 +4,24 @@ import pytest
 import torch
 
 from fastpipe import Pipeline
-from tests.conftest import BOTH
+from tests.conftest import NATIVE, overlap_of
 from tests.distributed.ranks import on_ranks
 from tests.runtime.paired import Layer, Own, compare, layers_of, make
 
 
-@pytest.mark.parametrize(("p", "overlap"), [(0.3, "always"), (0.0, "auto")])
+@pytest.mark.parametrize("p", [0.3, 0.0])
 @on_ranks(2)
-def test_masks_and_pairs(p: float, overlap: str, executor: str) -> None:
+def test_masks_and_pairs(p: float, executor: str) -> None:
     """Dropout in checkpoints against the unsplit model, which recomputes nothing; what draws and recomputes goes in
     order."""
     made = layers_of(lambda: (Layer if p else Own)(p, recomputes=bool(p)), 4)
-    pipe = make(made, "dualpipev", executor, overlap=overlap, num_ranks=None, rng="per_microbatch")
+    pipe = make(made, "dualpipev", executor, overlap=overlap_of(executor), num_ranks=None, rng="per_microbatch")
     compare(pipe, layers_of(lambda: Layer(p), 4), steps=2, rng="per_microbatch")
     counts = pipe._steps.ranks.pair_counts()
     assert counts.together == 0 and (counts.in_order if p else counts.fused) > 0
 
 
-@BOTH
+@NATIVE
 @on_ranks(2)
 def test_a_helper_thread_in_every_process(executor: str) -> None:
     pipe = make(layers_of(Layer, 4), "dualpipev", executor, overlap="always", num_ranks=None)

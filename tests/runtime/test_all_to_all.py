@@ -1,6 +1,8 @@
 """The turns of a pair whose halves meet at all-to-alls."""
 
+import signal
 import threading
+import time
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastpipe.runtime.common import torch_private
-from fastpipe.runtime.stage.pairs import BACKWARD, FORWARD, IN_TURNS, OtherHalfError, Pairs, Turns
+from fastpipe.runtime.stage.pairs import BACKWARD, FORWARD, OtherHalfError, Turns, in_turns, make_helper
 from tests.patience import PATIENCE
 
 Half = Callable[[], None]
@@ -33,21 +35,19 @@ def test_the_order_depends_on_the_numbers_of_pieces_alone(
     num_forward: int, num_backward: int, backward_first: bool
 ) -> None:
     log: list[str] = []
-    pairs = Pairs(IN_TURNS, 1)
-    pairs.in_turns(*halves(log, num_forward, num_backward), backward_first)
+    in_turns(make_helper(1), *halves(log, num_forward, num_backward), backward_first)
     pieces = [
         (i, "FB".index(name) != backward_first, name)
         for name, number in (("F", num_forward), ("B", num_backward))
         for i in range(number + 1)
     ]
     assert log == [f"{name}{i}" for i, _, name in sorted(pieces)]
-    assert pairs.counts.in_turns == 1 == pairs.counts.total
     assert torch_private.find_in_thread("fastpipe.turns") is None
 
 
 def test_both_halves_have_the_ranks_context_variables() -> None:
     """A backward that recomputes a layer would otherwise compute another one."""
-    variable, pairs, found = ContextVar("variable", default=0), Pairs(IN_TURNS, 1), []
+    variable, helper, found = ContextVar("variable", default=0), make_helper(1), []
 
     def half() -> None:
         found.append(variable.get())
@@ -55,7 +55,7 @@ def test_both_halves_have_the_ranks_context_variables() -> None:
     for value in (1, 2):
         context = copy_context()
         context.run(variable.set, value)
-        context.run(pairs.in_turns, half, half, False)
+        context.run(in_turns, helper, half, half, False)
     assert found == [1, 1, 2, 2]
 
 
@@ -72,9 +72,23 @@ def test_a_failing_half_ends_the_other_one(fails: str, backward_first: bool, err
 
     chosen = [partial(failing, half) if name == fails else half for name, half in (("F", forward), ("B", backward))]
     with pytest.raises(error, match="on purpose"):
-        Pairs(IN_TURNS, 1).in_turns(*chosen, backward_first)
+        in_turns(make_helper(1), *chosen, backward_first)
     # the other one came to its second piece at most
     assert len(log) == (2 if backward_first == (fails == "F") else 1)
+
+
+def test_an_interrupt_waits_for_the_other_half() -> None:
+    """The backward uses tensors that the caller frees."""
+    ended = threading.Event()
+
+    def backward() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.1)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        in_turns(make_helper(1), lambda: None, backward, False)
+    assert ended.is_set()
 
 
 def test_an_interrupt_beside_a_failed_half_is_raised() -> None:

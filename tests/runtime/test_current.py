@@ -15,6 +15,7 @@ import fastpipe
 from fastpipe import ActionKind, Pipeline, Schedule
 from fastpipe.runtime import native
 from fastpipe.runtime.stage.context import Current
+from tests.conftest import overlap_of
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH, Block, squared
 
@@ -104,7 +105,7 @@ def test_it_is_right_wherever_one_asks(schedule: str, executor: str, monkeypatch
         monkeypatch.setattr(native, "load", lambda: None)
     executor = executor.removesuffix(" alone")
     log = Log()
-    pipe = build(schedule, executor, log, recomputes=True, overlap="always")
+    pipe = build(schedule, executor, log, recomputes=True, overlap=overlap_of(executor))
     x, target = batch()
     for step in range(2):
         log.seen.clear()
@@ -153,7 +154,7 @@ def test_contexts_are_around_every_action(schedule: str, executor: str) -> None:
         log.add("exit")
 
     contexts = {"forward_context": around, "backward_context": around}
-    pipe = build(schedule, executor, log, overlap="always", **contexts)
+    pipe = build(schedule, executor, log, overlap=overlap_of(executor), **contexts)
     plain = build(schedule, executor, Log())
     x, target = batch()
     expected = plain.step(x, target=target)

@@ -15,7 +15,7 @@ from fastpipe import AddedLosses, Pipeline, add_loss, make_schedule
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.runtime.step.result import StepResult
 from fastpipe.testing import reference_step
-from tests.conftest import executors_in_turn
+from tests.conftest import executors_in_turn, overlap_of
 from tests.runtime.checks import assert_same, reference_of, same_bits, train_and_compare
 from tests.runtime.models import CASES, WIDTH, Balanced, Block, Case, measured, squared
 from tests.runtime.paired import PAIRED, Own
@@ -43,7 +43,7 @@ def test_added_losses_with_schedules_of_each_kind(
 
 @executors_in_turn("schedule, case", itertools.product(PAIRED, ["added_losses", "added_and_recomputed"]))
 def test_added_losses_in_pairs(schedule: str, case: str, executor: str) -> None:
-    train_and_compare(case, schedule, 8, num_ranks=2, executor=executor, overlap="always")
+    train_and_compare(case, schedule, 8, num_ranks=2, executor=executor, overlap=overlap_of(executor))
 
 
 class OwnBalanced(Own):

@@ -1,4 +1,4 @@
-"""Which way pairs go when it is measured: the same rule in both executors, whatever disturbs the machine."""
+"""Which way pairs of the native executor go when it is measured, whatever disturbs the machine."""
 
 import itertools
 import random
@@ -8,20 +8,22 @@ from typing import Any
 import pytest
 
 from fastpipe.runtime import native
-from fastpipe.runtime.stage.pairs import NUM_VOTES, PERIODS, PairClock
 from tests.conftest import skip_without_native
 
 Seconds = Callable[[int, bool], float]
 """What the pair of this number takes, together or not."""
-LONG = 4000
+NUM_VOTES, PERIODS = 8, (7, 13, 29, 61)
+"""As in ``csrc/core/executor.h``."""
 WINDOW = NUM_VOTES * PERIODS[-1]
 """How many pairs one verdict is made from, in the long run."""
 
 
-def new_clock(executor: str) -> Any:
-    """The clock of an executor."""
+@pytest.fixture
+def clock() -> Any:
+    """A new one."""
+    skip_without_native()
     runtime: Any = native.load()
-    return PairClock() if executor == "python" else runtime.PairClock()
+    return runtime.PairClock()
 
 
 def ways(clock: Any, count: int, seconds: Seconds) -> list[bool]:
@@ -39,8 +41,7 @@ def takes(faster: bool) -> Seconds:
 
 
 @pytest.mark.parametrize("faster", [False, True])
-def test_the_faster_way_is_taken_but_for_one_pair_in_a_round(faster: bool, executor: str) -> None:
-    clock = new_clock(executor)
+def test_the_faster_way_is_taken_but_for_one_pair_in_a_round(faster: bool, clock: Any) -> None:
     first = ways(clock, NUM_VOTES * sum(PERIODS[:-1]), takes(faster))
     assert first[:2] == [False, True] and set(first[2 : PERIODS[0]]) == {faster}
     assert len(first) - first.count(faster) == NUM_VOTES * len(PERIODS[:-1])
@@ -49,9 +50,8 @@ def test_the_faster_way_is_taken_but_for_one_pair_in_a_round(faster: bool, execu
 
 
 @pytest.mark.parametrize("faster", [False, True])
-def test_a_verdict_does_not_outlive_what_it_was_made_from(faster: bool, executor: str) -> None:
+def test_a_verdict_does_not_outlive_what_it_was_made_from(faster: bool, clock: Any) -> None:
     """However long it stood: half of the votes and one more, and it is another."""
-    clock = new_clock(executor)
     ways(clock, 20 * WINDOW, takes(not faster))
     turned = ways(clock, WINDOW, takes(faster))
     late = (NUM_VOTES // 2 + 1) * PERIODS[-1]
@@ -60,7 +60,7 @@ def test_a_verdict_does_not_outlive_what_it_was_made_from(faster: bool, executor
 
 
 @pytest.mark.parametrize("faster", [False, True])
-def test_a_machine_that_is_busy_for_a_while(faster: bool, executor: str) -> None:
+def test_a_machine_that_is_busy_for_a_while(faster: bool, clock: Any) -> None:
     """For tens of pairs everything takes up to five times as long, and a pair in ten is interrupted."""
     choice = random.Random(5)
     slow = itertools.chain.from_iterable([choice.uniform(1, 5)] * choice.randrange(5, 80) for _ in itertools.count())
@@ -69,7 +69,7 @@ def test_a_machine_that_is_busy_for_a_while(faster: bool, executor: str) -> None
     def seconds(number: int, together: bool) -> float:
         return plain(number, together) * next(slow) + (20.0 if choice.random() < 0.1 else 0.0)
 
-    found = ways(new_clock(executor), 10 * WINDOW, seconds)[WINDOW:]
+    found = ways(clock, 10 * WINDOW, seconds)[WINDOW:]
     assert found.count(faster) > 0.9 * len(found)
 
 
@@ -77,11 +77,3 @@ def test_a_machine_that_is_busy_for_a_while(faster: bool, executor: str) -> None
 def test_rounds_come_to_another_place_in_every_step(in_a_step: int) -> None:
     places = {number % in_a_step for number in range(0, PERIODS[-1] * in_a_step, PERIODS[-1])}
     assert places == set(range(in_a_step))
-
-
-def test_both_clocks_are_one_rule() -> None:
-    skip_without_native()
-    choice = random.Random(7)
-    times = [choice.choice([1.0, 1.0, 1.1, 7.0]) * choice.random() for _ in range(LONG)]
-    found = [ways(new_clock(executor), LONG, lambda number, _: times[number]) for executor in ("python", "native")]
-    assert found[0] == found[1] and 0.1 < sum(found[0]) / LONG < 0.9

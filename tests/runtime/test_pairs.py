@@ -12,14 +12,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastpipe.runtime.stage.pairs import IN_ORDER, MEASURED, TOGETHER, pair_policy
+from fastpipe.runtime import native
+from fastpipe.runtime.stage.pairs import IN_ORDER, IN_TURNS, MEASURED, TOGETHER, pair_policy
 from fastpipe.testing import Fault
+from tests.conftest import NATIVE, overlap_of
 from tests.patience import PATIENCE
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.paired import PAIRED, WIDTH, Layer, Own, batch, compare, layers_of, make, model_of, num_stages, run
 
 
-@pytest.mark.parametrize("overlap", ["always", "never", "auto"])
+@pytest.mark.parametrize(
+    ("executor", "overlap"),
+    [("native", "always"), ("native", "never"), ("native", "auto"), ("python", "auto")],
+    indirect=["executor"],
+)
 @pytest.mark.parametrize("schedule", PAIRED)
 def test_together_and_in_order(schedule: str, overlap: str, executor: str) -> None:
     count = num_stages(schedule, 2)
@@ -36,7 +42,7 @@ def test_dropout_inside_checkpoints_with_torchs_own_generator(schedule: str, exe
     nothing."""
     pipes = [
         make(layers_of(partial(Layer, 0.3, recomputes), 2), schedule, executor, overlap=overlap, num_ranks=1)
-        for recomputes, overlap in ((True, "always"), (False, "never"))
+        for recomputes, overlap in ((True, overlap_of(executor)), (False, "never"))
     ]
     for step in range(3):
         losses = []
@@ -48,6 +54,7 @@ def test_dropout_inside_checkpoints_with_torchs_own_generator(schedule: str, exe
     assert pipes[0]._steps.ranks.pair_counts().together == 0
 
 
+@NATIVE
 def test_describe_says_why_pairs_go_in_order(executor: str) -> None:
     layers = [Layer(0.3), Layer(), Layer(recomputes=True), Layer()]
     pipe = make(layers, "dualpipev", executor, overlap="always")
@@ -61,6 +68,7 @@ def test_describe_says_why_pairs_go_in_order(executor: str) -> None:
     assert pipe._steps.ranks.pair_counts().in_order > 0
 
 
+@NATIVE
 def test_describe_names_stages_that_cannot_overlap_with_themselves(executor: str) -> None:
     pipe = make([Layer(), Layer(recomputes=True)], "1f1b_overlap", executor, overlap="always")
     run(pipe, 2)
@@ -73,12 +81,12 @@ def test_an_interrupt_inside_a_pair(backward: bool, executor: str) -> None:
     """It comes through, the other half of the pair comes to its end, and the next step works."""
     microbatch = 4
     faulty = Fault(Layer(), 2 * 8 + microbatch, KeyboardInterrupt(), backward=backward)
-    pipe = make([faulty, *layers_of(Layer, 3)], "dualpipev", executor, overlap="always")
+    pipe = make([faulty, *layers_of(Layer, 3)], "dualpipev", executor, overlap=overlap_of(executor))
     kind = "B" if backward else "F"
     parts = {str(part) for rank in pipe.schedule for action in rank if len(action.parts) == 2 for part in action.parts}
     assert f"0{kind}{microbatch}" in parts
     run(pipe, 2)
-    assert pipe._steps.ranks.pair_counts().together > 0
+    assert (pipe._steps.ranks.pair_counts().together > 0) == (executor == "native")
     x, y = batch(1)
     with pytest.raises(KeyboardInterrupt):
         pipe.step(x, target=y)
@@ -91,12 +99,14 @@ def test_an_interrupt_inside_a_pair(backward: bool, executor: str) -> None:
     torch.testing.assert_close(losses[0], nn.functional.mse_loss(output, y).detach())
 
 
+@NATIVE
 def test_what_draws_and_recomputes_nothing_goes_together(executor: str) -> None:
     pipe = make(layers_of(lambda: Layer(0.3), 2), "dualpipev", executor, overlap="always", num_ranks=1)
     run(pipe, 2)
     assert pipe._steps.ranks.pair_counts().together > 0
 
 
+@NATIVE
 def test_more_microbatches_than_the_pipeline_was_made_for_may_have_pairs(executor: str) -> None:
     """With one microbatch 1f1b_overlap fuses nothing, with eight it does."""
     layers = layers_of(lambda: Layer(0.3, recomputes=True), 1)
@@ -121,6 +131,7 @@ class Normed(nn.Module):
         return out
 
 
+@NATIVE
 def test_a_stage_recomputes_beside_no_forward_of_its_own(executor: str) -> None:
     pipes = [
         make(layers_of(Normed, 1), "1f1b_overlap", executor, overlap=overlap, num_ranks=1)
@@ -133,15 +144,10 @@ def test_a_stage_recomputes_beside_no_forward_of_its_own(executor: str) -> None:
     assert pipes[0]._steps.ranks.pair_counts().together == 0
 
 
-def test_what_is_settled_is_not_measured() -> None:
-    pipe = make(layers_of(Layer, 1), "1f1b_overlap", "python", overlap="always", num_ranks=1)
-    run(pipe, 3)
-    (held,) = pipe._steps.ranks._executors.values()
-    assert pipe._steps.ranks.pair_counts().together > 0 and not held[0]._pairs._clocks  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("overlap", ["always", "never"])
+@pytest.mark.parametrize(
+    ("executor", "overlap"), [("native", "always"), ("native", "never"), ("python", "never")], indirect=["executor"]
+)
 def test_a_failing_half(overlap: str, backward: bool, executor: str) -> None:
     """The half is named, the other one is drained, and the next step works."""
     layers: list[nn.Module] = layers_of(Layer, 2)
@@ -156,6 +162,7 @@ def test_a_failing_half(overlap: str, backward: bool, executor: str) -> None:
     pipe.step(x, target=y)
 
 
+@NATIVE
 def test_both_halves_fail(executor: str) -> None:
     """The forward's error is raised; the backward has ended by then."""
     layers: list[nn.Module] = layers_of(Layer, 2)
@@ -215,6 +222,7 @@ class Shared(Layer):
         self.seen.add(("main" if main else "helper", torch.get_num_threads(), torch.is_autocast_enabled("cpu")))
 
 
+@NATIVE
 def test_the_helper_computes_as_the_rank_does(executor: str) -> None:
     """As many intra-op threads, autocast as it is; and a parameter that both stages have is summed as without it."""
     Shared.seen = set()
@@ -239,6 +247,7 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+@NATIVE
 def test_the_helper_ends_with_the_pipeline(executor: str) -> None:
     def drop(pipes: int) -> None:
         for _ in range(pipes):
@@ -260,9 +269,24 @@ def test_who_may_have_a_helper() -> None:
     assert pair_policy("auto", 2, 4, cpu)[0] == MEASURED
     assert pair_policy("auto", 2, 2, cpu)[0] == pair_policy("auto", 1, 1, cpu)[0] == IN_ORDER
     assert pair_policy("auto", 1, 8, torch.device("cuda", 0))[0] == IN_ORDER
+    assert pair_policy("auto", 1, 8, cpu, by_python=True)[0] == IN_ORDER
+    assert pair_policy("auto", 1, 8, cpu, dimensions=["ep"], by_python=True)[0] == IN_TURNS
     assert pair_policy("always", 8, 1, cpu)[0] == TOGETHER and pair_policy("never", 1, 8, cpu)[0] == IN_ORDER
     with pytest.raises(ValueError, match="overlap = 'often'"):
         make(layers_of(Layer, 4), "dualpipev", "python", overlap="often")
+
+
+def test_the_python_executor_runs_one_half_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = make(layers_of(Layer, 4), "dualpipev", "python")
+    run(pipe, 2)
+    count = pipe._steps.ranks.pair_counts().in_order
+    said = f"in order (the Python executor runs one half at a time); so far 0 together, {count} in order"
+    assert count > 0 and said in pipe.describe()
+    monkeypatch.setattr(native, "load", lambda: None)
+    for executor in ("python", "auto"):
+        said = f"overlap = 'always' with executor = '{executor}': .*; set overlap='auto' or 'never'"
+        with pytest.raises(ValueError, match=said):
+            make(layers_of(Layer, 4), "dualpipev", executor, overlap="always")
 
 
 def test_it_is_told_how_pairs_run(executor: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpipe import GradScaler, Pipeline, check_parity
 from fastpipe.testing import reference_step
-from tests.conftest import executors_in_turn
+from tests.conftest import executors_in_turn, overlap_of
 from tests.runtime.checks import assert_same, reference_of, rows_for, same_bits, unequal
 from tests.runtime.models import CASES, WIDTH, Balanced, Block, Case, squared
 from tests.runtime.test_losses import TWO, grads, whole
@@ -31,7 +31,7 @@ AMP = Case(lambda n: [Balanced(recomputes=i % 3 == 2) if i % 2 else Block() for 
 def test_autocast_reaches_every_thread(half: int, schedule: str, executor: str) -> None:
     dtype, recompute = HALVES[half], ["none", "full"][half]
     unsplit = whole(AMP, 8)
-    options = {"num_ranks": 2, "executor": executor, "overlap": "always", "recompute": recompute}
+    options = {"num_ranks": 2, "executor": executor, "overlap": overlap_of(executor), "recompute": recompute}
     pipe = Pipeline(AMP.layers(8), schedule, 8, in_float, **options)
     for batch in AMP.batches(2, rows_for(8)):
         with torch.autocast("cpu", dtype=dtype):

@@ -11,7 +11,7 @@ from torch import nn
 from fastpipe import Pipeline, Placement, Schedule, StepResult
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Loopback, reference_step
-from tests.conftest import skip_without_native
+from tests.conftest import overlap_of, skip_without_native
 from tests.patience import PATIENCE
 from tests.runtime.checks import assert_same, same_bits
 from tests.runtime.models import squared
@@ -29,6 +29,8 @@ DELAYS = st.sampled_from([0.0, 0.0, 0.0005])
 def train(stages: list[nn.Module], schedule: Schedule, executor: str, delay: float, how: Any) -> list[Any]:
     """Two steps that accumulate, over a loopback that may delay; the pipeline and their results."""
     how = {**how, "transport": Loopback(delay=delay), "timeout": PATIENCE}
+    if how.get("overlap") == "always":
+        how["overlap"] = overlap_of(executor)
     pipe = Pipeline(dict(enumerate(stages)), schedule, loss_fn=squared, executor=executor, **how)
     return [pipe, [pipe.step(x, target=y) for x, y in batches(schedule.num_microbatches)]]
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fastpipe import Pipeline
 from fastpipe.runtime.stage.random_numbers import generators_lock, microbatch_seed
 from fastpipe.testing import Fault, reference_step
-from tests.conftest import executors_in_turn
+from tests.conftest import executors_in_turn, overlap_of
 from tests.runtime.checks import same_bits
 from tests.runtime.paired import SEED, WIDTH, Layer, batch, layers_of, make
 from tests.runtime.paired import compare as compare_by
@@ -133,7 +133,7 @@ def test_a_recompute_draws_the_mask_of_its_forward_beside_other_ranks(
 ) -> None:
     """In the first step, and in those that know of it."""
     layers = [Alone() for _ in range(4)]
-    pipe = pipeline(layers, schedule, executor, count=4, num_ranks=2, rng=rng, overlap="always")
+    pipe = pipeline(layers, schedule, executor, count=4, num_ranks=2, rng=rng, overlap=overlap_of(executor))
     x, y = batch()
     for _ in range(3):
         pipe.step(x, target=y)

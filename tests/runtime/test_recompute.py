@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fastpipe import CostModel, Pipeline, check_parity, simulate
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
-from tests.conftest import executors_in_turn
+from tests.conftest import executors_in_turn, overlap_of
 from tests.runtime.checks import assert_same, rows_for, same_bits, train_and_compare, unequal
 from tests.runtime.models import CASES, WIDTH, Block, Case, squared
 from tests.runtime.paired import PAIRED, Own
@@ -43,7 +43,7 @@ def test_every_boundary(case: str, way: str, executor: str) -> None:
 
 @executors_in_turn("schedule, way", itertools.product(PAIRED, ["full", "layers"]))
 def test_pairs(schedule: str, way: str, executor: str) -> None:
-    options = {"num_ranks": 2, "executor": executor, "overlap": "always", "recompute": way}
+    options = {"num_ranks": 2, "executor": executor, "overlap": overlap_of(executor), "recompute": way}
     train_and_compare("plain", schedule, 8, num_layers=8, **options)
 
 
@@ -150,7 +150,7 @@ DROPS = Case(lambda n: [Drops() for _ in range(n)])
     "way, schedule", itertools.product(["full", "layers"], ["1f1b", "zb_h1", "zbv", "dualpipev", "interleaved_zb"])
 )
 def test_random_numbers_and_buffers_are_those_of_the_forward(schedule: str, way: str, executor: str) -> None:
-    options = {"num_ranks": 2, "executor": executor, "rng": "per_microbatch", "overlap": "always"}
+    options = {"num_ranks": 2, "executor": executor, "rng": "per_microbatch", "overlap": overlap_of(executor)}
     torch.manual_seed(5)
     pipe = Pipeline(DROPS.layers(8), schedule, 4, squared, recompute=way, **options)
     torch.manual_seed(5)

@@ -14,7 +14,7 @@ from fastpipe import Pipeline, make_schedule
 from fastpipe.runtime.common import pytree
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import check_parity, reference_step
-from tests.conftest import executors_in_turn
+from tests.conftest import executors_in_turn, overlap_of
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.models import CASES, WIDTH, Batch, Block, squared
 from tests.runtime.tree_models import WithLinear
@@ -346,7 +346,7 @@ def test_the_timeline_is_measured(executor: str) -> None:
 def test_every_action_has_a_label_for_the_profiler(num_ranks: int, executor: str) -> None:
     """Ranks that are threads are seen by a profiler of all threads, as any thread is; and the halves of a pair."""
     batch = batch_of()
-    pipe = pipeline(schedule="dualpipev", executor=executor, num_ranks=num_ranks, overlap="always")
+    pipe = pipeline(schedule="dualpipev", executor=executor, num_ranks=num_ranks, overlap=overlap_of(executor))
     pipe.step(batch.args[0], target=batch.target)
     all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=num_ranks > 1)
     cpu = [torch.profiler.ProfilerActivity.CPU]
@@ -356,7 +356,7 @@ def test_every_action_has_a_label_for_the_profiler(num_ranks: int, executor: str
     actions = [action for rank in pipe.schedule for action in rank]
     expected = {f"PP:{action}" for action in actions}
     assert expected <= names, expected - names
-    if num_ranks > 1:  # a helper thread runs the backwards of pairs
+    if num_ranks > 1:  # the native executor runs the backwards of pairs in a helper thread
         halves = {f"PP:{a.pair_stage}B{a.pair_microbatch}" for a in actions if a.pair_stage >= 0}
         assert halves and halves <= names
 

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastpipe
 from fastpipe.runtime.common import thread_state
+from tests.conftest import overlap_of
 from tests.runtime.models import WIDTH, Block, squared
 
 ROWS = 8
@@ -20,7 +21,8 @@ ROWS = 8
 def step(schedule: str, num_ranks: int, executor: str, layers: list[nn.Module] | None = None) -> None:
     layers = [Block() for _ in range(8)] if layers is None else layers
     # overlapped, so that halves of pairs run in threads of their own
-    pipe = fastpipe.Pipeline(layers, schedule, 8, squared, num_ranks=num_ranks, executor=executor, overlap="always")
+    options = {"num_ranks": num_ranks, "executor": executor, "overlap": overlap_of(executor)}
+    pipe = fastpipe.Pipeline(layers, schedule, 8, squared, **options)
     pipe.step(torch.randn(ROWS, WIDTH), target=torch.randn(ROWS, WIDTH))
 
 
@@ -104,7 +106,8 @@ class ScalesGrad(nn.Module):
 
 def test_context_variables_are_the_callers_in_the_backwards_of_pairs(executor: str) -> None:
     layers: list[nn.Module] = [module for _ in range(4) for module in (Block(), ScalesGrad())]
-    pipe = fastpipe.Pipeline(layers, "dualpipev", 8, squared, num_ranks=2, executor=executor, overlap="always")
+    options = {"num_ranks": 2, "executor": executor, "overlap": overlap_of(executor)}
+    pipe = fastpipe.Pipeline(layers, "dualpipev", 8, squared, **options)
     batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     for factor in (1.0, 3.0, 5.0):
         token = FACTOR.set(factor)
@@ -164,13 +167,14 @@ def test_threads_are_in_regions_of_autocast_as_the_caller(schedule: str, depth: 
     must neither drop those of a forward in another thread, nor keep its own for the next region."""
     noted: list[int] = []
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), Depths(noted)) for _ in range(4)]
-    options = {"num_ranks": 2, "executor": executor, "overlap": "always"}
+    options = {"num_ranks": 2, "executor": executor, "overlap": overlap_of(executor)}
     pipe = fastpipe.Pipeline(layers, schedule, 8, squared, **options)
     for _ in range(2):  # in the first one, all pairs run in order
         with torch.autocast("cpu", torch.bfloat16) if depth else nullcontext():
             pipe.step(torch.randn(ROWS, WIDTH), target=torch.randn(ROWS, WIDTH))
     assert set(noted) == {depth} and len(noted) == 2 * 2 * len(layers) * 8
-    assert (pipe._steps.ranks.pair_counts().together > 0) == (schedule == "dualpipev")
+    are_together = schedule == "dualpipev" and executor == "native"
+    assert (pipe._steps.ranks.pair_counts().together > 0) == are_together
 
 
 def test_the_end_of_a_thread_keeps_the_casts_of_parameters() -> None:

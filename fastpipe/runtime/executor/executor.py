@@ -24,7 +24,7 @@ from fastpipe.dependencies import feeds
 from fastpipe.program import ChannelKind, Instruction, Op, Program
 from fastpipe.runtime import native
 from fastpipe.runtime.common import CPU, Tensors, handed_over, torch_private
-from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, WAYS, PairCounts, Pairs, Stage, last_microbatches
+from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, WAYS, PairCounts, Stage, in_turns, last_microbatches, make_helper
 from fastpipe.runtime.transport import Message, Transport
 
 Seconds = npt.NDArray[np.float64]
@@ -57,7 +57,7 @@ class Executor(ABC):
     def __post_init__(self) -> None:
         columns = self.program.columns[self.rank]
         self.last = {index: last_microbatches(columns, index) for index in self.stages}
-        self._pairs = Pairs(self.pairs, self.num_threads)
+        self._in_turns = partial(in_turns, make_helper(self.num_threads))
         self._prepare()
 
     @abstractmethod
@@ -186,7 +186,7 @@ class NativeExecutor(Executor):
             num_threads=self.num_threads,
             trace=trace,
             drain=drain,
-            in_turns=self._pairs.in_turns,
+            in_turns=self._in_turns,
         )
         if spans is None:
             return None
@@ -271,6 +271,7 @@ class PythonExecutor(Executor):
         self.made: dict[Message, Tensors] = {}
         self.failed = False
         self.error: BaseException | None = None
+        self._counts = PairCounts()
         instructions = list(self.program[self.rank])
         self._last_backwards = last_backwards(instructions)
         self._split = {(it.stage, it.microbatch) for it in instructions if it.op is Op.I}
@@ -370,12 +371,15 @@ class PythonExecutor(Executor):
         """OVERLAP_F_B."""
         stage, pair = forward.args[0], backward.args[0]
         if stage.fuses and stage.fuses_with(pair) and self._fused(forward.args, backward.args):
-            self._pairs.counts.fused += 1
+            self._counts.fused += 1
             return
         labelled = partial(_labelled, label, backward)
         if self.pairs == IN_TURNS and stage.can_alternate(pair):
-            return self._pairs.in_turns(forward, labelled, pair.exchanges)
-        self._pairs.run(forward, labelled, (stage.index, pair.index), stage.can_overlap(pair))
+            self._counts.in_turns += 1
+            return self._in_turns(forward, labelled, pair.exchanges)
+        self._counts.in_order += 1
+        forward()
+        labelled()
 
     def _fused(self, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> bool:
         """A pair by the modules' own method, from the arguments of `forward` and `backward`; False without roots."""
@@ -392,7 +396,7 @@ class PythonExecutor(Executor):
 
     def pair_counts(self) -> PairCounts:
         """See `Executor.pair_counts`."""
-        return self._pairs.counts
+        return self._counts
 
     def wait_recv(self, channel: int, slot: int) -> None:
         """WAIT_RECV."""

@@ -532,12 +532,12 @@ def failure_at(
     return Failure(rank, cause_text(error), stage, text, found, is_fatal=is_fatal)
 
 
-def executor_class(choice: str, device: torch.device = CPU) -> type[Executor]:
-    """The executor class for "auto", "native" or "python", with stages on a device.
+def executor_class(choice: str, device: torch.device = CPU, overlap: str = "auto") -> type[Executor]:
+    """The executor class for "auto", "native" or "python", with stages on a device and the Pipeline's ``overlap``.
 
     Raises:
         ValueError: for another choice, "native" without the extension, or the Python executor with a device other than
-            a CPU.
+            a CPU, or with ``overlap="always"``.
     """
     if choice not in ("auto", "native", "python"):
         raise ValueError(f"executor = {choice!r}: use 'auto', 'native' or 'python'")
@@ -545,10 +545,15 @@ def executor_class(choice: str, device: torch.device = CPU) -> type[Executor]:
         raise ValueError(f"executor = 'native': {native.native_status()} Use executor='auto' or 'python' instead.")
     if choice != "python" and native.load() is not None:
         return NativeExecutor
+    why = "" if choice == "python" else f" {native.native_status()}"
     if device.type != "cpu":
-        why = "" if choice == "python" else f" {native.native_status()}"
         raise ValueError(
             f"executor = {choice!r}: the stages are on {device}, and the Python executor supports only CPUs; set "
             f"executor='native', or device='cpu'.{why}"
+        )
+    if overlap == "always":
+        raise ValueError(
+            f"overlap = 'always' with executor = {choice!r}: the Python executor runs one half of a pair at a time; "
+            f"set overlap='auto' or 'never', or executor='native'.{why}"
         )
     return PythonExecutor

@@ -22,6 +22,15 @@ from fastpipe.runtime.stage.losses import (
     scale_loss,
     sum_in_order,
 )
-from fastpipe.runtime.stage.pairs import IN_ORDER, IN_TURNS, WAYS, PairCounts, Pairs, all_to_all, pair_policy
+from fastpipe.runtime.stage.pairs import (
+    IN_ORDER,
+    IN_TURNS,
+    WAYS,
+    PairCounts,
+    all_to_all,
+    in_turns,
+    make_helper,
+    pair_policy,
+)
 from fastpipe.runtime.stage.random_numbers import PER_MICROBATCH, Generators, RandomNumbers, RngUsage, microbatch_seed
 from fastpipe.runtime.stage.stage import Stage, warn_of_whole_weights

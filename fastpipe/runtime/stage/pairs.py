@@ -2,13 +2,13 @@
 
 In order: the forward, then the backward. Together: the backward in a helper thread, which needs the GIL only for Python
 functions in the graph. Which is faster depends on machine and stages, so it is measured per pair of stages; the bits
-are the same. The native executor does the same in ``csrc/core/executor.h``.
+are the same. ``csrc/core/executor.h`` does that. The Python executor runs one half at a time: in order, or in turns.
 
 In turns: in a mesh whose stages run collectives, which need one order on all ranks, pairs of stages that call
-`all_to_all`, also those of the native executor; other pairs run in order there. Both halves have a thread, but only
-the one that has the turn runs. A half that comes to an all-to-all starts it, passes the turn, and waits for the rows
-when it has the turn again. So the rows travel while the other half computes, without a method of the modules'. Two
-layers whose experts are on other ranks::
+`all_to_all`, in both executors; other pairs run in order there. Both halves have a thread, but only the one that has
+the turn runs. A half that comes to an all-to-all starts it, passes the turn, and waits for the rows when it has the
+turn again. So the rows travel while the other half computes, without a method of the modules'. Two layers whose experts
+are on other ranks::
 
     backward  | combine >  |            | experts > |           | attention, combine > | ...
     forward   |            | attention >|           | experts > |                      | combine, attention > ...
@@ -41,13 +41,11 @@ and steps with keyword arguments: their pairs run as others do.
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from contextvars import copy_context
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -161,11 +159,6 @@ def _checked(stage: int, found: Any, criterion: Criterion | None) -> list[torch.
 IN_ORDER, TOGETHER, MEASURED, IN_TURNS = "in order", "together", "measured", "in turns"
 WAYS = (IN_ORDER, TOGETHER, MEASURED, IN_TURNS)
 """Indices as in the native executor."""
-NUM_VOTES = 8
-"""Number of latest rounds that vote; see `PairClock`."""
-PERIODS = (7, 13, 29, 61)
-"""Pairs per round, each value for `NUM_VOTES` rounds, then always the last. Primes, so that the position of rounds
-within a step varies."""
 
 
 def pair_policy(
@@ -175,12 +168,14 @@ def pair_policy(
     device: torch.device,
     several_streams: bool = False,
     dimensions: Sequence[str] = (),
+    by_python: bool = False,
 ) -> tuple[str, str]:
     """Resolve the argument ``overlap`` of the Pipeline.
 
     Args:
         num_cores: number of cores that this process may use.
         dimensions: those of the mesh over which stages run collectives.
+        by_python: whether the executor is the Python one, which `executor_class` refuses for "always".
 
     Returns:
         How pairs are run, one of `WAYS`, and the reason for the user.
@@ -190,6 +185,8 @@ def pair_policy(
         return IN_TURNS, reason
     if overlap != "auto":
         return TOGETHER if overlap == "always" else IN_ORDER, f"overlap={overlap!r}"
+    if by_python:
+        return IN_ORDER, "the Python executor runs one half at a time"
     if several_streams:
         return TOGETHER, f"each stage has its own stream on {device}, and a helper thread fills the other's"
     if device.type != "cpu":
@@ -198,44 +195,6 @@ def pair_policy(
     if num_cores <= num_ranks_here:
         return IN_ORDER, f"{here}: no core is free"
     return MEASURED, f"{here}: what is faster is measured"
-
-
-class PairClock:
-    """Chooses in order or together for the pairs of two stages, by measurement.
-
-    A round is two consecutive pairs, one run each way; the faster way gets its vote. A disturbance that lasts longer
-    than a pair affects both. The order within a round alternates. All other pairs run the way with most of the last
-    votes. Rounds are frequent at first, then rare, but never stop, so that the choice follows the machine.
-    """
-
-    def __init__(self) -> None:
-        self._num_rounds = 0
-        self._place = 0  # position of the next pair; 0 and 1 are the round
-        self._first = 0.0
-        self._votes: deque[bool] = deque(maxlen=NUM_VOTES)
-        self._best = False
-
-    def next(self) -> bool:
-        """Whether to run the next pair together."""
-        together_first = self._num_rounds % 2 != 0
-        if self._place == 0:
-            return together_first
-        return not together_first if self._place == 1 else self._best
-
-    def note(self, seconds: float) -> None:
-        """Record the duration of that pair."""
-        if self._place == 0:
-            self._first = seconds
-        if self._place == 1:
-            self._vote(seconds < self._first if self.next() else self._first < seconds)
-        period = PERIODS[min(self._num_rounds // NUM_VOTES, len(PERIODS) - 1)]
-        self._place = (self._place + 1) % period
-
-    def _vote(self, together: bool) -> None:
-        self._votes.append(together)
-        self._num_rounds += 1
-        if 2 * sum(self._votes) != len(self._votes):
-            self._best = 2 * sum(self._votes) > len(self._votes)
 
 
 FORWARD, BACKWARD = 0, 1
@@ -399,65 +358,33 @@ class PairCounts:
         return sum(astuple(self))
 
 
-@dataclass
-class Pairs:
-    """Runs the pairs of one rank.
+def make_helper(num_threads: int) -> ThreadPoolExecutor:
+    """A helper for `in_turns`. Its thread starts when it is first used, and ends when the helper is collected.
 
     Args:
-        way: one of `WAYS`.
-        num_threads: intra-op threads, in the helper too, as bits depend on their number.
+        num_threads: intra-op threads, as bits depend on their number.
     """
+    return ThreadPoolExecutor(1, "fastpipe-helper", torch.set_num_threads, (num_threads,))
 
-    way: str
-    num_threads: int
-    counts: PairCounts = field(default_factory=PairCounts)
-    _clocks: dict[Hashable, PairClock] = field(default_factory=dict)
-    _helper: ThreadPoolExecutor | None = None
 
-    def run(
-        self, forward: Callable[[], None], backward: Callable[[], None], stages: Hashable, can_overlap: bool
-    ) -> None:
-        """Run the F and B of a pair, in order unless ``can_overlap``; each key ``stages`` has its own measurements."""
-        if not can_overlap or self.way in (IN_ORDER, IN_TURNS):
-            return self._in_order(forward, backward)
-        if self.way == TOGETHER:
-            return self._together(forward, backward)
-        clock = self._clocks.setdefault(stages, PairClock())
-        begin = time.perf_counter()
-        (self._together if clock.next() else self._in_order)(forward, backward)
-        clock.note(time.perf_counter() - begin)
-
-    def _in_order(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        self.counts.in_order += 1
-        forward()
-        backward()
-
-    def _together(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        self.counts.together += 1
-        self._in_two_threads(forward, backward)
-
-    def in_turns(self, forward: Callable[[], None], backward: Callable[[], None], backward_first: bool) -> None:
-        """Run both halves in turns, from one `fastpipe.all_to_all` to the next."""
-        self.counts.in_turns += 1
-        turns = Turns(BACKWARD if backward_first else FORWARD)
-        self._in_two_threads(partial(turns.run, FORWARD, forward), partial(turns.run, BACKWARD, backward))
-
-    def _in_two_threads(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        if self._helper is None:
-            # its thread ends when the pool is collected
-            self._helper = ThreadPoolExecutor(1, "fastpipe-helper", torch.set_num_threads, (self.num_threads,))
-        running = self._helper.submit(copy_context().run, _with_state, thread_state(), backward)
-        error: BaseException | None = None
-        try:
-            forward()
-        except BaseException as found:  # raised below, when the helper is done
-            error = found
-        error = _wait_to_end(running) or error or running.exception()
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error, running  # breaks the reference cycle of exception and frame
+def in_turns(
+    helper: ThreadPoolExecutor, forward: Callable[[], None], backward: Callable[[], None], backward_first: bool
+) -> None:
+    """Run both halves in turns, from one `fastpipe.all_to_all` to the next, the backward in the helper."""
+    turns = Turns(BACKWARD if backward_first else FORWARD)
+    second = partial(turns.run, BACKWARD, backward)
+    running = helper.submit(copy_context().run, _with_state, thread_state(), second)
+    error: BaseException | None = None
+    try:
+        turns.run(FORWARD, forward)
+    except BaseException as found:  # raised below, when the helper is done
+        error = found
+    error = _wait_to_end(running) or error or running.exception()
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error, running  # breaks the reference cycle of exception and frame
 
 
 def _with_state(state: Callable[[], AbstractContextManager[None]], backward: Callable[[], None]) -> None:

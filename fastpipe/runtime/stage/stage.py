@@ -322,11 +322,6 @@ class Stage:
         with self.context.as_current(Op.F, microbatch):
             return self._forward(microbatch, inputs, splits)
 
-    def can_overlap(self, pair: Stage) -> bool:
-        """Whether F of this stage and B of ``pair`` may run at the same time."""
-        # collectives run in the order of the actions
-        return self.parallel is None and pair.parallel is None and not self._excludes(pair)
-
     def can_alternate(self, pair: Stage) -> bool:
         """Whether F of this stage and B of ``pair`` are to run in turns, if the pipeline has such pairs."""
         # a wrapper has one action at a time
