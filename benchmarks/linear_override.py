@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastpipe.runtime.stage.weight_grad import SplitReport, make_weight_gradients
+from fastpipe.runtime import native
 
 WIDTH, ROWS, CALLS = 16, 8, 10
 Call = Callable[[nn.Linear], Any]
@@ -79,6 +79,9 @@ def microseconds(call: Call, layers: list[nn.Linear], around: AbstractContextMan
 def main() -> None:
     """Measure, and print a table."""
     options = parser(__doc__, rounds=4000).parse_args()
+    runtime: Any = native.load()
+    if runtime is None:
+        raise SystemExit(native.native_status())
     torch.set_num_threads(1)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(CALLS)]
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -94,7 +97,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for (way, call), times in found.items():
             armed, around = ways[way]
-            weights = make_weight_gradients(SplitReport())
+            weights = runtime.WeightGradients(False)
             with weights.armed(False) if armed else nullcontext():
                 times.append(microseconds(calls[call], layers, around()))
             weights.clear()

@@ -146,14 +146,7 @@ def _torch_settings() -> dict[str, Any]:
         "whether anomalies are detected": torch.is_anomaly_enabled(),
         "whether algorithms are deterministic": torch.are_deterministic_algorithms_enabled(),
         "whether there is a default process group": dist.is_available() and dist.is_initialized(),
-        "the Python kernels of aten::linear": _python_kernels(),
     }
-
-
-def _python_kernels() -> int:
-    weight_grad = sys.modules.get("fastpipe.runtime.stage.weight_grad")
-    # without the extension the first backward that is split registers fastpipe's own, for good
-    return len(weight_grad._libraries) if weight_grad and weight_grad.native.load() is not None else 0
 
 
 def _things() -> dict[str, Things]:

@@ -151,7 +151,7 @@ def _advice(found: dict[str, Any]) -> list[str]:
     if found["torch"] is None:
         lines.append("planning works without torch; to train, install torch first, then fastpipe again beside it")
     elif "not loaded" in found["native"]:
-        lines.append(f"everything works in Python, slower: {found['native']}")
+        lines.append(f"everything works in Python, slower and with whole backwards: {found['native']}")
     if found["compiler"] is None:
         lines.append("no C++ compiler: the extension cannot be built; on Debian and Ubuntu: apt install g++")
     if found["matplotlib"] is None:

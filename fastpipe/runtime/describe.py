@@ -17,6 +17,8 @@ from fastpipe.runtime.model import NONE, state_prefix
 from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, RngUsage, Stage
 from fastpipe.runtime.step import Steps
 
+WITHOUT_EXTENSION = "without the native extension I computes all gradients, and W none"
+
 
 def describe(
     steps: Steps, local: LocalStages, execution: ExecutionArguments, seed: int | None, num_microbatches: int
@@ -113,6 +115,8 @@ def recompute_texts(stages: Sequence[Stage]) -> list[str]:
 
 def split_text(stages: Sequence[Stage]) -> str:
     """Which gradients are computed in W and which in I, and the peak of the memory held for W."""
+    if native.load() is None:
+        return f"not split: {WITHOUT_EXTENSION}"
     if all(stage.deferred is None for stage in stages):
         return "split: W computes the weight gradients of linears; the first step shows which"
     parameters = [(stage, *pair) for stage in stages for pair in unwrapped(stage.module).named_parameters()]
@@ -120,7 +124,7 @@ def split_text(stages: Sequence[Stage]) -> str:
     whole = Counter(re.sub(r"\d+", "*", name) for name, waits in named if not waits)
     kinds = listed((name if count == 1 else f"{name} ({count})" for name, count in whole.items()), most=None)
     fused = [stage for stage in stages if stage.fused_weight_grad and stage.parallel is None]
-    in_place = "; added to .grad in place by their products" if fused and native.load() is not None else ""
+    in_place = "; added to .grad in place by their products" if fused else ""
     held = ", ".join(f"{stage.index}: {stage.peak_held_bytes / 2**20:.3g}" for stage in stages)
     return (
         f"split: gradients of {sum(waits for _, waits in named)} of {len(named)} parameters in W{in_place}; in I "

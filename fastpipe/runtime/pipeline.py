@@ -16,6 +16,7 @@ from torch import nn
 from fastpipe.cost import CostModel
 from fastpipe.placement import is_whole
 from fastpipe.planner import LayerCosts, Plan
+from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ModelArguments
 from fastpipe.runtime.construction import (
     BuildRequest,
@@ -30,7 +31,7 @@ from fastpipe.runtime.construction import (
 )
 from fastpipe.runtime.coordination import Control, Reply, building
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.describe import describe
+from fastpipe.runtime.describe import WITHOUT_EXTENSION, describe
 from fastpipe.runtime.model import (
     NONE,
     NamedTensor,
@@ -212,7 +213,19 @@ class Pipeline:
             self._site, self._executor_type = world, executor_type
             self._reduces, self._grad_norms = True, GradNorms()
             self._start(arguments, request, local)
+        self._log()
+
+    def _log(self) -> None:
+        """Log the description, and a warning if W computes nothing."""
         logger.info("%s", self.describe())
+        if self.schedule.splits_backward and native.load() is None:
+            logger.warning(
+                "schedule = %r splits the backward, and %s: the split gains nothing; load the extension, or use a "
+                "schedule without W (%s)",
+                self.schedule.name,
+                WITHOUT_EXTENSION,
+                native.native_status(),
+            )
 
     def _start(self, arguments: Arguments, request: BuildRequest, local: LocalStages) -> None:
         """Use these stages and programs from the next step on."""
@@ -505,8 +518,9 @@ class Pipeline:
 
         Seconds are medians over `num_steps` traced steps after one warm-up step. A forward pass then meters the bytes
         that stages keep and send. If the schedule runs whole backwards, B's time is split into I and W in the ratio
-        measured in that pass. Latency and bandwidth are fitted if message sizes differ; otherwise the whole transfer is
-        latency. Gradients, buffers, torch's generators and `step_count` are restored.
+        measured in that pass; without the native extension nearly all is I's. Latency and bandwidth are fitted if
+        message sizes differ; otherwise the whole transfer is latency. Gradients, buffers, torch's generators and
+        `step_count` are restored.
 
         Args:
             args: as for `step`, but no iterators.
@@ -586,7 +600,7 @@ class Pipeline:
         else:
             self._build, self.num_microbatches = request, schedule.num_microbatches
             self._steps.follow(request.programs)
-        logger.info("%s", self.describe())
+        self._log()
 
     def _rebuild(self, model: ModelArguments, request: BuildRequest) -> None:
         """Build other stages of the same layers; all ranks are threads of this process."""

@@ -10,8 +10,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpipe import Pipeline
-from fastpipe.runtime import native
-from fastpipe.runtime.stage.weight_grad import SplitReport, make_weight_gradients
 from tests.conftest import skip_without_native
 from tests.runtime.checks import same_bits
 
@@ -20,7 +18,7 @@ ROWS, WIDTH, COUNT = 24, 12, 6
 
 @pytest.fixture(params=["native", "python"])
 def executor(request: pytest.FixtureRequest) -> str:
-    """Each executor, with the extension's kernel; its name."""
+    """Each executor, with the extension; its name."""
     skip_without_native()
     name: str = request.param
     return name
@@ -88,7 +86,7 @@ def test_products_are_added_where_the_gradient_lies(executor: str) -> None:
     assert before == {name: grad.data_ptr() for name, grad in grads(fused).items()}
 
 
-def test_every_kernel_makes_the_same_bits(executor: str) -> None:
+def test_every_executor_makes_the_same_bits(executor: str) -> None:
     found, reference = grads(trained(executor, True)), grads(trained("python", True))
     assert all(same_bits(found[name], reference[name]) for name in reference) and len(found) == len(reference)
 
@@ -152,19 +150,18 @@ def test_it_may_change_to_a_gradient_that_is_given(executor: str) -> None:
         assert not flat[name][0].any()
 
 
-def test_without_the_extension_the_engine_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load", lambda: None)
+@pytest.mark.usefixtures("without_extension")
+def test_without_the_extension_the_engine_adds() -> None:
     plain, fused = trained("python", False), trained("python", True)
     assert all(same_bits(grad, grads(fused)[name]) for name, grad in grads(plain).items())
     assert "in place" not in fused.describe()
 
 
-def test_the_engine_adds_to_the_same_weight_at_another_time() -> None:
+def test_the_engine_adds_to_the_same_weight_at_another_time(extension: Any) -> None:
     """A thread may run the backward of another stage, whose loss uses the weight."""
-    skip_without_native()
     weight, x = nn.Parameter(torch.ones(3, 3)), torch.ones(2, 3, requires_grad=True)
     weight.grad = torch.zeros(3, 3)
-    weights = make_weight_gradients(SplitReport(), fused=True)
+    weights = extension.WeightGradients(True)
     with weights.armed(backward=False):
         y = nn.functional.linear(x, weight)
     weights.split([y], [x])

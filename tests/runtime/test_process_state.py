@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastpipe import Pipeline
-from fastpipe.runtime.stage import weight_grad
+from fastpipe.runtime import tune
 from tests.process_state import State, shared
 
 
@@ -62,8 +62,7 @@ def dtype() -> Iterator[None]:
 CHANGED: dict[str, tuple[Callable[[], Any], str]] = {
     "variable": (setting(lambda patch: patch.setenv("FASTPIPE_X", "1")), "FASTPIPE_X .* was None and is '1'"),
     "folder": (setting(lambda patch: patch.chdir("/")), "directory .* is '/'"),
-    "kernel": (setting(lambda patch: patch.setattr(weight_grad, "_libraries", [None])), "aten::linear was 0 and is 1"),
-    "function": (setting(lambda patch: patch.setattr(weight_grad, "make_weight_gradients", print)), "make_weight_grad"),
+    "function": (setting(lambda patch: patch.setattr(tune, "metered", print)), "metered of .*tune"),
     "method": (setting(lambda patch: patch.setattr(Pipeline, "step", print)), "step of .*Pipeline"),
     "dtype": (dtype, "torch.float32 and is torch.float64"),
     "gradients": (torch.no_grad, "gradients are recorded was True and is False"),

@@ -1,8 +1,8 @@
 """The split backward: W has the weight gradients of linears, and the sum is the unsplit model's, bit for bit."""
 
+import contextlib
 import functools
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,10 +10,12 @@ from torch import nn
 
 from fastpipe import Pipeline, list_schedules, make_schedule
 from fastpipe.action import ActionKind
+from fastpipe.runtime import native
+from fastpipe.runtime.stage import Current
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
+from tests.conftest import executors_in_turn
 from tests.runtime.checks import same_bits, unequal
-from tests.runtime.conftest import KERNELS
 from tests.runtime.split_models import (
     MODELS,
     WIDTH,
@@ -71,32 +73,68 @@ def compare(
 def waiting(pipe: Pipeline) -> set[str]:
     """The names of the parameters of the last stage whose gradients wait for W."""
     stage = pipe._steps.stages[-1]
-    return {name.partition(".")[2] for name, p in stage.module.named_parameters() if p._cdata in stage.deferred}
+    return {name.partition(".")[2] for name, p in stage.module.named_parameters() if stage.waits(p)}
 
 
-# The Python executor with the extension's kernel, which is neither's own, is in the tests of schedules and of a stage.
-BOTH_KERNELS = pytest.mark.parametrize("kernel", ["native", "python alone"], indirect=True)
+def assert_waiting(pipe: Pipeline, names: set[str]) -> None:
+    """Without the extension nothing waits."""
+    assert waiting(pipe) == (set() if native.load() is None else names)
 
 
-@BOTH_KERNELS
 @pytest.mark.parametrize("model", MODELS)
-def test_every_model(model: str, kernel: str) -> None:
-    pipe = compare(MODELS[model], kernel)
-    assert model not in WAITING or waiting(pipe) == WAITING[model]
+def test_every_model(model: str, executor: str) -> None:
+    pipe = compare(MODELS[model], executor)
+    if model in WAITING:
+        assert_waiting(pipe, WAITING[model])
 
 
-@pytest.mark.parametrize(("schedule", "kernel"), list(zip(SPLIT, itertools.cycle(KERNELS))), indirect=["kernel"])
-def test_every_schedule(schedule: str, kernel: str) -> None:
-    """Each with one kernel: test_bits.py has them all with both executors, and with the same linears."""
-    compare(MODELS["transformer" if kernel == "native" else "twice"], kernel, schedule, 8)
+@executors_in_turn("schedule", SPLIT)
+def test_every_schedule(schedule: str, executor: str) -> None:
+    """Each with one executor: test_bits.py has them all with both, and with the same linears."""
+    compare(MODELS["transformer" if executor == "native" else "twice"], executor, schedule, 8)
 
 
-def test_autocast(kernel: str) -> None:
+def test_autocast(executor: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        pipe = compare(Transformer, kernel)
+        pipe = compare(Transformer, executor)
         # a bias is added before the product is rounded, also for a single row
-        compare(OneDimension, kernel)
-    assert waiting(pipe) == {"attention.qkv", "attention.out.weight", "mlp.up.weight", "mlp.down.weight"}
+        compare(OneDimension, executor)
+    assert_waiting(pipe, {"attention.qkv", "attention.out.weight", "mlp.up.weight", "mlp.down.weight"})
+
+
+@pytest.mark.usefixtures("without_extension")
+class TestWithoutTheExtension:
+    """I is the whole backward, and W computes nothing."""
+
+    @pytest.mark.parametrize("schedule", SPLIT)
+    def test_every_schedule(self, schedule: str) -> None:
+        pipe = compare(MODELS["twice"], "auto", schedule, 8)
+        assert not waiting(pipe)
+
+    def test_i_computes_all(self) -> None:
+        seen: list[tuple[str, int]] = []
+
+        @contextlib.contextmanager
+        def noted(current: Current) -> Iterator[None]:
+            """The action, and how many gradients there are after it."""
+            yield
+            seen.append((current.action, sum(p.grad is not None for p in layer.parameters())))
+
+        layer = layers_of(Mlp, 1)[0]
+        pipe = Pipeline([layer], "zb_h1", 1, squared, num_ranks=1, backward_context=noted)
+        x, y = batch_of(4)
+        pipe.step(x, target=y)
+        count = len(list(layer.parameters()))
+        assert seen == [("I", count), ("W", count)]
+
+    def test_it_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level("WARNING", "fastpipe"):
+            pipe = Pipeline(layers_of(Mlp, 2), "zb_h1", 4, squared, num_ranks=2)
+            pipe.step(batch_of(8)[0], target=batch_of(8)[1])
+            Pipeline(layers_of(Mlp, 2), "1f1b", 4, squared, num_ranks=2)
+        (text,) = [record.getMessage() for record in caplog.records]
+        assert "schedule = 'zb_h1'" in text and "I computes all gradients, and W none" in text and "make build" in text
+        assert "not split: without the native extension" in pipe.describe()
 
 
 class InBf16(nn.Module):
@@ -112,12 +150,11 @@ class InBf16(nn.Module):
         return nn.functional.linear(hidden, self.other.weight, self.shift.expand(WIDTH)).float()
 
 
-@BOTH_KERNELS
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32])
-def test_bf16(grad_dtype: torch.dtype | None, kernel: str) -> None:
+def test_bf16(grad_dtype: torch.dtype | None, executor: str) -> None:
     """Torch adds such a bias after the product is rounded, and converts the gradient of each use to grad_dtype."""
-    pipe = compare(InBf16, kernel, grad_dtype=grad_dtype)
-    assert waiting(pipe) == {"linear.weight"}
+    pipe = compare(InBf16, executor, grad_dtype=grad_dtype)
+    assert_waiting(pipe, {"linear.weight"})
 
 
 WAITING = {
@@ -141,9 +178,10 @@ WAITING = {
 }
 
 
-def test_describe_tells_what_is_whole_and_what_waited(kernel: str) -> None:
+@pytest.mark.usefixtures("extension")
+def test_describe_tells_what_is_whole_and_what_waited(executor: str) -> None:
     layers = layers_of(Mlp, 4)
-    pipe = Pipeline(layers, "zb_h1", 4, squared, num_ranks=2, executor=kernel)
+    pipe = Pipeline(layers, "zb_h1", 4, squared, num_ranks=2, executor=executor)
     assert "the first step shows which" in pipe.describe()
     pipe.step(batch_of(8)[0], target=batch_of(8)[1])
     text = pipe.describe()
@@ -151,33 +189,32 @@ def test_describe_tells_what_is_whole_and_what_waited(kernel: str) -> None:
     assert "held for W (MiB)" in text and all(stage.peak_held_bytes > 0 for stage in pipe._steps.stages)
 
 
-def test_describe_tells_that_nothing_waits(kernel: str) -> None:
+@pytest.mark.usefixtures("extension")
+def test_describe_tells_that_nothing_waits(executor: str) -> None:
     """Without linears there is nothing to split, which is known after a step."""
     layers: list[nn.Module] = [nn.Conv1d(5, 5, 3, padding=1) for _ in range(2)]
-    pipe = Pipeline(layers, "zb_h1", 2, squared, num_ranks=2, executor=kernel)
+    pipe = Pipeline(layers, "zb_h1", 2, squared, num_ranks=2, executor=executor)
     pipe.step(batch_of(4)[0], target=batch_of(4)[1])
     assert (
         "split: gradients of 0 of 4 parameters in W; in I (stage.name): *.*.weight (2), *.*.bias (2)" in pipe.describe()
     )
 
 
-@BOTH_KERNELS
 @pytest.mark.parametrize(
     ("model", "recompute"),
     [("weight_norm", "full"), ("maker_checkpointed", "layers"), ("made_reentrant", "full"), ("slopes", "layers")],
 )
-def test_what_stages_recompute(model: str, recompute: str, kernel: str) -> None:
-    compare(MODELS[model], kernel, recompute=recompute)
+def test_what_stages_recompute(model: str, recompute: str, executor: str) -> None:
+    compare(MODELS[model], executor, recompute=recompute)
 
 
-@BOTH_KERNELS
 @pytest.mark.parametrize(
     ("inner", "reentrant"),
     [(Transformer, (False, True)), (Transformer, (True,)), (Parametrised, (True, False)), (Parametrised, (False,))],
 )
-def test_one_recompute(inner: Callable[[], nn.Module], reentrant: tuple[bool, ...], kernel: str) -> None:
+def test_one_recompute(inner: Callable[[], nn.Module], reentrant: tuple[bool, ...], executor: str) -> None:
     """Of a checkpoint, and of one within another, which runs once more for that one."""
-    pipe = compare(lambda: functools.reduce(Checkpointed, reentrant, inner()), kernel)
+    pipe = compare(lambda: functools.reduce(Checkpointed, reentrant, inner()), executor)
     blocks = [m for module in pipe.stage_modules.values() for m in module.modules() if isinstance(m, Checkpointed)]
     assert {block.calls for block in blocks} == {2 * 5 * (2 + depth) for depth in range(len(reentrant))}
 
@@ -189,10 +226,10 @@ class Elsewhere(WithLinear):
         return self.linear(x) + x * self.linear.weight.mean()
 
 
-def test_what_is_frozen_at_first_may_thaw(kernel: str) -> None:
+def test_what_is_frozen_at_first_may_thaw(executor: str) -> None:
     """What else a frozen weight is used for does not show in the graph: that must be looked at again."""
     layers, unsplit = (layers_of(Elsewhere, 2) for _ in "ab")
-    pipe = Pipeline(layers, "zb_h1", 4, squared, num_ranks=2, executor=kernel)
+    pipe = Pipeline(layers, "zb_h1", 4, squared, num_ranks=2, executor=executor)
     x, y = batch_of(8)
     for trains in (False, True):
         for model in (layers, unsplit):
@@ -202,7 +239,7 @@ def test_what_is_frozen_at_first_may_thaw(kernel: str) -> None:
         assert not (wrong := unequal(pipe, Chain(dict(enumerate(unsplit))))), f"the gradients of {wrong} differ"
 
 
-def test_a_gradient_inside_the_forward(kernel: str) -> None:
+def test_a_gradient_inside_the_forward(executor: str) -> None:
     """A penalty on the input's gradient differentiates the linears twice, within F."""
 
     class Penalised(WithLinear):
@@ -212,7 +249,7 @@ def test_a_gradient_inside_the_forward(kernel: str) -> None:
             (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
             return y + slope
 
-    compare(Penalised, kernel)
+    compare(Penalised, executor)
 
 
 class View(nn.Module):
@@ -239,16 +276,15 @@ class View(nn.Module):
         return output
 
 
-@BOTH_KERNELS
 @pytest.mark.parametrize("of", ["output", "weight"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_a_view_without_a_graph_gets_no_gradient(schedule: str, of: str, kernel: str) -> None:
+def test_a_view_without_a_graph_gets_no_gradient(schedule: str, of: str, executor: str) -> None:
     def model() -> list[nn.Module]:
         torch.manual_seed(0)
         return [nn.Linear(WIDTH, WIDTH), View(of), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
 
     layers, unsplit = model(), Chain(dict(enumerate(model())))
-    pipe = Pipeline(layers, schedule, 5, squared, num_ranks=2, executor=kernel)
+    pipe = Pipeline(layers, schedule, 5, squared, num_ranks=2, executor=executor)
     x, y = batch_of(11)
     result = pipe.step(x, target=y)
     reference = reference_step(unsplit, (x, y), pipe.schedule, loss_fn=squared)

@@ -17,8 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations
 
 from fastpipe import Pipeline
-from fastpipe.runtime import native
-from fastpipe.runtime.stage import weight_grad
 from fastpipe.runtime.stage.losses import StageWork
 from fastpipe.runtime.stage.stage import Stage
 from fastpipe.testing import reference_step
@@ -37,6 +35,8 @@ from tests.runtime.split_models import (
     squared,
 )
 
+pytestmark = pytest.mark.usefixtures("extension")
+
 
 @contextlib.contextmanager
 def stage_of(module: nn.Module, microbatches: int = 1) -> Iterator[Stage]:
@@ -52,31 +52,26 @@ def grads_of(module: nn.Module) -> list[torch.Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
-def test_w_has_the_weights_and_their_hooks(kernel: str) -> None:
+def test_w_has_the_weights_and_their_hooks() -> None:
     module = layers_of(Mlp, 1)[0]
     called: list[str] = []
     for name, parameter in module.named_parameters():
         parameter.register_hook(lambda grad, name=name: called.append(name))
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: called.append(f"{name}: after"))
-    with stage_of(module, 2) as stage:
-        # the pure-Python kernel looks at the first one
+    with stage_of(module) as stage:
         stage.forward(0, (), splits=True)
-        stage.backward(0, ())
-        module.zero_grad()
-        called.clear()
-        stage.forward(1, (), splits=True)
-        stage.backward_input(1, ())
+        stage.backward_input(0, ())
         before = set(called)
         assert not any(name.startswith(("up.weight", "down.weight")) for name in called)
         assert "up.bias" in called
-        stage.backward_weight(1)
+        stage.backward_weight(0)
     assert sorted(set(called) - before) == sorted(
         name for weight in ("up.weight", "down.weight") for name in (weight, f"{weight}: after")
     )
     assert len(called) == len(set(called))
 
 
-def test_without_a_split_everything_comes_at_once(kernel: str) -> None:
+def test_without_a_split_everything_comes_at_once() -> None:
     module = layers_of(Mlp, 1)[0]
     with stage_of(module, 2) as stage:
         stage.forward(0, (), splits=True)
@@ -85,7 +80,7 @@ def test_without_a_split_everything_comes_at_once(kernel: str) -> None:
     assert all(p.grad is not None for p in module.parameters())
 
 
-def test_w_frees_what_waited(kernel: str) -> None:
+def test_w_frees_what_waited() -> None:
     module = layers_of(Mlp, 1)[0]
     with stage_of(module, 3) as stage:
         for microbatch in range(3):
@@ -99,7 +94,7 @@ def test_w_frees_what_waited(kernel: str) -> None:
     assert one == 4 * 4 * 5 * (WIDTH + 2 * WIDTH + 2 * WIDTH + WIDTH)
 
 
-def test_what_w_needs_of_the_recompute_is_kept_for_it(kernel: str) -> None:
+def test_what_w_needs_of_the_recompute_is_kept_for_it() -> None:
     """And nothing else; the other microbatches come in between."""
 
     class Gated(nn.Module):
@@ -118,25 +113,21 @@ def test_what_w_needs_of_the_recompute_is_kept_for_it(kernel: str) -> None:
         return [not ref.expired() for ref in gated.made[-6:]]
 
     gated = Gated()
-    with stage_of(Checkpointed(gated, reentrant=False), 4) as stage:
-        # the pure-Python kernel looks at the first one
-        stage.forward(0, (), splits=True)
-        stage.backward_input(0, ())
-        stage.backward_weight(0)
-        for microbatch in range(1, 4):
+    with stage_of(Checkpointed(gated, reentrant=False), 3) as stage:
+        for microbatch in range(3):
             stage.forward(microbatch, (), splits=True)
         assert alive() == 3 * [False, False]
-        for microbatch in range(1, 4):
+        for microbatch in range(3):
             stage.backward_input(microbatch, ())
         assert alive() == 3 * [True, False]
-        for microbatch in range(1, 4):
+        for microbatch in range(3):
             stage.backward_weight(microbatch)
-            assert alive() == microbatch * [False, False] + (3 - microbatch) * [True, False]
-    assert len(gated.made) == 2 * 2 * 4
+            assert alive() == (microbatch + 1) * [False, False] + (2 - microbatch) * [True, False]
+    assert len(gated.made) == 2 * 2 * 3
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_what_waits_must_not_be_changed(fused: bool, kernel: str) -> None:
+def test_what_waits_must_not_be_changed(fused: bool) -> None:
     """A whole backward has read it before; here the weight's gradient would be a wrong one."""
     buffer = torch.zeros(4, 5, WIDTH)
 
@@ -159,7 +150,7 @@ def test_what_waits_must_not_be_changed(fused: bool, kernel: str) -> None:
             stage.backward_weight(2)
 
 
-def test_a_failed_forward_leaves_nothing(kernel: str) -> None:
+def test_a_failed_forward_leaves_nothing() -> None:
     module = layers_of(Mlp, 1)[0]
     with stage_of(module) as stage:
         hook = module.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyError("here")))
@@ -171,12 +162,12 @@ def test_a_failed_forward_leaves_nothing(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["wrong shape", "wrong dtype"])
-def test_torchs_own_messages(change: str, kernel: str) -> None:
+def test_torchs_own_messages(change: str, extension: Any) -> None:
     linear = nn.Linear(WIDTH, WIDTH)
     x = torch.randn(3, WIDTH + 1) if change == "wrong shape" else torch.randn(3, WIDTH).double()
     with pytest.raises(RuntimeError) as plain:
         linear(x)
-    weights = weight_grad.make_weight_gradients(weight_grad.SplitReport())
+    weights = extension.WeightGradients(False)
     with weights.armed(backward=False), pytest.raises(RuntimeError) as armed:
         linear(x)
     assert str(armed.value) == str(plain.value)
@@ -191,13 +182,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from fastpipe import Pipeline
-from fastpipe.runtime import native
 from tests.runtime.split_models import WIDTH, Mlp
-from tests.runtime.conftest import unregister
 from tests.runtime.test_weight_grad_of_a_stage import grads_of, stage_of
 
 config.compile_threads = 1
-load = native.load
 
 def grads(how):
     torch.manual_seed(1)
@@ -219,9 +207,7 @@ found = []
 for how, cache in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     torch.compiler.reset()
-    native.load = (lambda: None) if how == "python alone" else load
     found.append((grads(how), counters["aot_autograd"]["autograd_cache_hit"]))
-    unregister()
 torch.save(found, sys.argv[1])
 """
 
@@ -238,18 +224,19 @@ def compiled(folder: Path, *runs: tuple[str, Path]) -> list[tuple[list[torch.Ten
 
 def test_compiling_while_armed(tmp_path: Path) -> None:
     """A damaged graph would lose the compiled block's gradients, and carry the loss into the next process."""
-    armed = ["python alone"] if native.load() is None else ["python alone", "native"]
-    found = compiled(tmp_path, *((how, tmp_path / how) for how in armed))
-    assert [hits for _, hits in found] == [0] * len(armed), "one compiled nothing of its own"
+    ((armed, hits),) = compiled(tmp_path, ("split", tmp_path / "armed"))
+    assert hits == 0, "it compiled nothing of its own"
     # the plain graph, and then what the process above left on the disk
-    (expected, none), *cached = compiled(tmp_path, *(("not split", tmp_path / how) for how in ["plain", *armed]))
-    assert none == 0 and [hits for _, hits in cached] == [*range(1, len(armed) + 1)], "nothing came from the disk"
-    for grads, _ in [*found, *cached]:
+    (expected, none), (cached, hits) = compiled(
+        tmp_path, ("not split", tmp_path / "plain"), ("not split", tmp_path / "armed")
+    )
+    assert none == 0 and hits == 1, "nothing came from the disk"
+    for grads in (armed, cached):
         assert len(grads) == len(expected) and all(map(same_bits, grads, expected))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiling_without_a_compiler(backend: str, kernel: str) -> None:
+def test_compiling_without_a_compiler(backend: str) -> None:
     torch._dynamo.reset()
     eager, compiled = layers_of(Transformer, 1)[0], layers_of(Transformer, 1)[0]
     for module, wrapped in ((eager, eager), (compiled, torch.compile(compiled, backend=backend))):
@@ -261,16 +248,15 @@ def test_compiling_without_a_compiler(backend: str, kernel: str) -> None:
     assert all(torch.allclose(a, b) for a, b in zip(grads_of(eager), grads_of(compiled), strict=True))  # type: ignore[arg-type]
 
 
-def test_a_thread_with_the_callers_context_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_with_the_callers_context_is_left_alone(extension: Any) -> None:
     """Such as a rank of a pipeline that a layer runs."""
-    monkeypatch.setattr(native, "load", lambda: None)
     linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
     nodes: list[str] = []
 
     def run() -> None:
         nodes.append(type(linear(x).grad_fn).__name__)
 
-    weights = weight_grad.make_weight_gradients(weight_grad.SplitReport())
+    weights = extension.WeightGradients(False)
     run()
     with weights.armed(backward=False):
         run()
@@ -281,8 +267,8 @@ def test_a_thread_with_the_callers_context_is_left_alone(monkeypatch: pytest.Mon
     assert armed != plain == other
 
 
-def test_a_transform_is_left_alone(kernel: str) -> None:
-    weights = weight_grad.make_weight_gradients(weight_grad.SplitReport(done=True))
+def test_a_transform_is_left_alone(extension: Any) -> None:
+    weights = extension.WeightGradients(False)
     module = layers_of(Attention, 1)[0]
     x = batch_of(4)[0]
     parameters = dict(module.named_parameters())
@@ -296,15 +282,15 @@ def test_a_transform_is_left_alone(kernel: str) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_forward_derivatives_are_left_alone(kernel: str) -> None:
+def test_forward_derivatives_are_left_alone(extension: Any) -> None:
     linear, x = layers_of(lambda: nn.Linear(WIDTH, WIDTH), 1)[0], batch_of(2)[0]
-    weights = weight_grad.make_weight_gradients(weight_grad.SplitReport())
+    weights = extension.WeightGradients(False)
     with weights.armed(backward=False), forward_ad.dual_level():
         found = forward_ad.unpack_dual(linear(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
     assert torch.equal(found, nn.functional.linear(torch.ones_like(x), linear.weight))  # type: ignore[arg-type]
 
 
-def test_the_kernel_is_torchs_linear(kernel: str) -> None:
+def test_the_extensions_linear_is_torchs() -> None:
     """Armed or not, forward and gradients of every form have the bits of torch's own."""
     plain = layers_of(Strided, 1)[0]
     armed = copy.deepcopy(plain)

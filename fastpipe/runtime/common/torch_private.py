@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _python_dispatch, _pytree, checkpoint
@@ -147,12 +146,6 @@ def norms(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Tenso
     return torch._foreach_norm(list(tensors), order)
 
 
-def unsafe_view(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Reshape as ``aten::linear`` does: not a view for autograd, so that it may be changed in place."""
-    viewed: torch.Tensor = torch.ops.aten._unsafe_view(tensor, sizes)
-    return viewed
-
-
 # Autograd.
 
 
@@ -161,29 +154,14 @@ def graph_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def current_node() -> Any:
-    """The autograd node that this thread computes; None outside of a backward."""
-    return torch._C._current_autograd_node()
-
-
 def sequence_number() -> int:
     """The number of autograd nodes that this thread has created."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def leaf_of(node: Any) -> Any:
-    """The leaf of an AccumulateGrad node; None for any other node."""
-    return getattr(node, "variable", None)
-
-
 def function_of(node: Any) -> type[torch.autograd.Function] | None:
     """The Python `autograd.Function` of a node; None for torch's own nodes."""
     return getattr(node, "_forward_cls", None)
-
-
-def saved_tensors_hook() -> Any:
-    """The innermost pair of saved-tensor hooks, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def is_recomputing() -> bool:
@@ -208,23 +186,6 @@ def _unpack_code() -> CodeType:
     (found,) = (code for code in hook.__code__.co_consts if getattr(code, "co_name", "") == "unpack_hook")
     assert isinstance(found, CodeType)
     return found
-
-
-def is_traced() -> bool:
-    """Whether this thread's operations are traced into a graph."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether no Python dispatch and no functionalization applies to a tensor."""
-    by_python = torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
-    return not by_python and not torch._is_functional_tensor(tensor)
 
 
 def is_profiling() -> bool:
@@ -718,7 +679,6 @@ _DDP = "torch.nn.parallel.DistributedDataParallel"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _ALL = "the runtime"
 _MESHES = "silent ranks in collectives of stages"
-_PYTHON = "weight gradients without the extension"
 _SHARDED, _REPLICATED = "stages under fully_shard", "stages under DistributedDataParallel"
 _NORM = "clip_grad_norm_"
 _FUSED = "add_loss in modules with overlapped_forward_backward"
@@ -744,7 +704,7 @@ PRIVATE = (
         "names of parameters in checkpoint_wrapper",
         "checkpoints",
     ),
-    Private("torch.Tensor", "_version", "changes in place", f"{_REPLICATED}, split, {_PYTHON}"),
+    Private("torch.Tensor", "_version", "changes in place", f"{_REPLICATED}, split"),
     Private("torch.Tensor", "_cdata", "a parameter's address, for the extension", "replicas with a split backward"),
     Private(
         "torch.Tensor", "_backward_hooks", "a parameter's hooks, to be refused or shared", "tied weights, two routes"
@@ -752,11 +712,9 @@ PRIVATE = (
     Private("torch.Tensor", "_post_accumulate_grad_hooks", "the same", "tied weights, two routes"),
     Private("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype", "the bits of torch's norms", _NORM),
     Private("torch", "_foreach_norm", "the bits of torch's norms", _NORM),
-    Private("torch.ops.aten", "_unsafe_view", "the bits of aten::linear", _PYTHON),
     Private("torch._subclasses.fake_tensor", "FakeTensorMode", "FLOPs without computing", "cuts by FLOPs"),
-    Private("torch._C", "_current_graph_task_id", "which backward a thread runs", f"add_loss, {_PYTHON}"),
-    Private("torch._C", "_current_autograd_node", "what a reentrant checkpoint recomputes", _PYTHON),
-    Private(_reentrant_node, "_forward_cls", "the nodes of Python's functions", f"random numbers, {_PYTHON}"),
+    Private("torch._C", "_current_graph_task_id", "which backward a thread runs", "add_loss"),
+    Private(_reentrant_node, "_forward_cls", "the nodes of Python's functions", "random numbers"),
     Private("torch._C._autograd", "_get_sequence_nr", "nodes created by a recompute", "random numbers of stages"),
     Private("torch._C._autograd", "_top_saved_tensors_default_hooks", "hooks of saved tensors, in other threads", _ALL),
     Private(
@@ -776,10 +734,6 @@ PRIVATE = (
         "a recompute on the call stack",
         _FUSED,
     ),
-    Private("torch._C", "_len_torch_dispatch_stack _get_tracing_state _dispatch_keys", "what traces a graph", _PYTHON),
-    Private("torch._C._functorch", "peek_interpreter_stack", "what transforms a graph", _PYTHON),
-    Private("torch.autograd.forward_ad", "_current_level", "whether forward mode is on", _PYTHON),
-    Private("torch", "_is_functional_tensor", "what traces a graph", _PYTHON),
     Private("torch.autograd.profiler", "_is_profiler_enabled", "whether to name actions", "the Python executor"),
     Private(_C10D, "_new_process_group_helper _world GroupName", "groups created by their members only", _GROUPS),
     Private(

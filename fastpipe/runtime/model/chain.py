@@ -3,7 +3,7 @@
 `carry` passes a value from one layer to every later layer whose forward names it.
 
 Recomputation is `torch.utils.checkpoint` without reentrance, around a stage or each of its layers. A split backward
-recomputes once, in I (see `fastpipe.runtime.stage.weight_grad`), with the random numbers of F. Buffers, for example
+recomputes once, in I (see ``csrc/torch/weight_grad.h``), with the random numbers of F. Buffers, for example
 BatchNorm's, keep the values of F, as a second forward would update them twice.
 """
 

@@ -1,6 +1,6 @@
 """Forward and backward of one slice of the model, for one microbatch at a time.
 
-Promises: the bits of the unsplit model; weight gradients are deferred to W where the schedule has it.
+Promises: the bits of the unsplit model; with the extension, weight gradients of linears are deferred to W.
 Uses: `model`, `data_parallel`, `common`.
 """
 

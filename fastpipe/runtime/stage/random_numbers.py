@@ -26,7 +26,6 @@ import torch
 
 from fastpipe.runtime import native
 from fastpipe.runtime.common import torch_private
-from fastpipe.runtime.stage.weight_grad import reach
 
 PER_MICROBATCH = "per_microbatch"
 _MAX_KINDS = 16
@@ -243,7 +242,7 @@ class RandomNumbers:
         """After a forward: if its graph has a Python function, assume that the backward recomputes."""
         if not self._is_first_of_kind or self.guard.recomputed:
             return
-        nodes = reach([output.grad_fn for output in outputs], set(), past_linears=True)
+        nodes = _reached([output.grad_fn for output in outputs])
         functions = map(torch_private.function_of, nodes)
         self.guard.recomputed = any(f is not None and not f.__module__.startswith("fastpipe.") for f in functions)
 
@@ -292,3 +291,14 @@ class RandomNumbers:
     def call_text(self, is_audited: bool) -> str:
         """The part of a step's call that must agree on all ranks, as text."""
         return f" and step_count={self.step_count}" if self.seed is not None or is_audited else ""
+
+
+def _reached(nodes: Sequence[Any]) -> set[Any]:
+    """The nodes that a backward from these reaches."""
+    stack, reached = list(nodes), set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in reached:
+            reached.add(node)
+            stack.extend(next_node for next_node, _ in node.next_functions)
+    return reached

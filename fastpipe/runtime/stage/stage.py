@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fastpipe.program import Op
+from fastpipe.runtime import native
 from fastpipe.runtime.common import Tensors, has_graph, torch_private
 from fastpipe.runtime.data_parallel import find_data_parallel, unwrapped
 from fastpipe.runtime.model import (
@@ -45,19 +46,22 @@ from fastpipe.runtime.stage.context import ActionContext, ContextFactory
 from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses, StageWork
 from fastpipe.runtime.stage.pairs import METHOD, Criterion, OtherHalfError, fuse, method_of, num_calls, one_or_all
 from fastpipe.runtime.stage.random_numbers import RandomNumbers
-from fastpipe.runtime.stage.weight_grad import SplitReport, WeightGradients, make_weight_gradients
 
 logger = logging.getLogger("fastpipe")
 
 
 @dataclass
 class Record:
-    """State that a forward keeps for its backward."""
+    """State that a forward keeps for its backward.
+
+    Attributes:
+        weights: the extension's object for the weight gradients of a split backward; None if I, or B, computes all.
+    """
 
     inputs: Tensors
     outputs: Tensors
     caught: dict[int, torch.Tensor]
-    weights: WeightGradients | None
+    weights: Any
 
     def input_grads(self) -> Tensors:
         """After the backward: the gradients of the inputs that require one."""
@@ -88,7 +92,8 @@ class Stage:
         needs: the positional arguments that its first layer requires.
         later: those that later stages take; None for any.
         running: microbatch whose forward has begun and not ended; None if there is none.
-        deferred: ``_cdata`` of the parameters whose gradients are computed in W; None before the first I.
+        deferred: ``_cdata`` of the parameters whose gradients are computed in W; None before the first I, and without
+            the extension.
         exchanges: whether a forward of an earlier step has called `fastpipe.all_to_all`.
         random: guards random numbers in this step; None if not needed.
         losses: its added losses and, on the last stage, the loss.
@@ -148,8 +153,7 @@ class Stage:
         self.peak_held_bytes = 0
         self._grad_flags: tuple[bool, ...] | None = None
         self._records: dict[int, Record] = {}
-        self._split_report = SplitReport()
-        self._waiting: dict[int, tuple[WeightGradients, int]] = {}
+        self._waiting: dict[int, tuple[Any, int]] = {}
 
     @property
     def work(self) -> StageWork:
@@ -372,7 +376,7 @@ class Stage:
             return run(microbatch, inputs)
         caught: dict[int, torch.Tensor] = {}
         entered = tuple(enter(t, caught, i) if t.requires_grad else t for i, t in enumerate(inputs))
-        weights = make_weight_gradients(self._split_report, self.fused_weight_grad) if splits else None
+        weights = self._make_weight_gradients() if splits else None
         if weights is None:
             outputs = run(microbatch, entered)
         else:
@@ -385,6 +389,14 @@ class Stage:
                 raise
         self._records[microbatch] = Record(inputs, outputs, caught, weights)
         return outputs
+
+    def _make_weight_gradients(self) -> Any:
+        """What takes the weight gradients of a microbatch from F to W (``csrc/torch/weight_grad.h``).
+
+        None without the extension: then I is the whole backward, and W computes nothing.
+        """
+        runtime: Any = native.load()
+        return None if runtime is None else runtime.WeightGradients(self.fused_weight_grad)
 
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
         """Run B, which adds to the parameters' ``.grad``.
@@ -414,7 +426,11 @@ class Stage:
     def backward_input(self, microbatch: int, grads: Tensors) -> Tensors:
         """Run I: the backward without the weight gradients of linears that `backward_weight` computes."""
         weights = self._records[microbatch].weights
-        assert weights is not None, "its forward ran without splits=True"
+        if weights is None:
+            with self.context.as_current(Op.I, microbatch), self.context.around_backward():
+                found = self._differentiate(microbatch, grads)
+            self._waiting[microbatch] = None, 0
+            return found
         # linears that are recomputed now are split, too
         with self.context.as_current(Op.I, microbatch), self.context.around_backward(), weights.armed(backward=True):
             found = self._differentiate(microbatch, grads)
@@ -426,6 +442,9 @@ class Stage:
     def backward_weight(self, microbatch: int) -> None:
         """Run W: the deferred weight gradients."""
         weights, _ = self._waiting.pop(microbatch)
+        if weights is None:  # I has computed all; the user's context sees W all the same
+            with self.context.as_current(Op.W, microbatch), self.context.around_backward():
+                return
         region = contextlib.nullcontext() if self.random is None else self.random.guard.backward(whole=False)
         # a weight may be computed in a checkpoint, whose recompute must equal its forward
         armed = weights.armed(backward=True)
@@ -464,12 +483,7 @@ class Stage:
         return torch_private.address_of(leaf) in (self.deferred or ())
 
     def shaped(self, signature: int, announce: bool) -> None:
-        """Set the signature of the step's shapes; ``announce`` if they are new.
-
-        New shapes reset the analysis of the graph, as other things may have changed, too, frozen weights for example.
-        """
-        if announce:
-            self._split_report = SplitReport()
+        """Set the signature of the step's shapes; ``announce`` if they are new."""
         if self.treespecs is not None:
             self.treespecs.begin(signature, announce)
 
