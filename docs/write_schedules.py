@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -219,7 +220,14 @@ def page() -> str:
     common = shared(families)
     sections = [section(family, measured, common) for family, measured in zip(families, numbers, strict=True)]
     options = OPTIONS + "".join(f"| `{name}` | {text} |\n" for name, text in common.items())
-    return HEAD + "\n".join(table) + "\n" + note + options + "\n## Every schedule\n\n" + "\n".join(sections)
+    text = HEAD + "\n".join(table) + "\n" + note + options + "\n## Every schedule\n\n" + "\n".join(sections)
+    return "\n".join(line if line.startswith("|") else wrapped(line) for line in text.split("\n"))
+
+
+def wrapped(line: str) -> str:
+    """A line of a paragraph or of a list in lines of 120 characters."""
+    indent = "  " * line.startswith("* ")
+    return textwrap.fill(line, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def main() -> int:

@@ -78,6 +78,14 @@ def test_a_peer_that_is_lost_while_a_step_is_drained_counts_more() -> None:
     assert local._outcome.failure is lost and str(local._outcome.error) == "gone"
 
 
+def test_the_rank_of_another_pipeline_is_none_of_this_one() -> None:
+    assert [Failure(rank, "", pipeline=where).number for rank, where in ((1, ""), (1, "tp=1"), (None, ""))] == [
+        1,
+        -1,
+        -1,
+    ]
+
+
 def test_a_failure_is_one_record_on_every_way() -> None:
     failure = Failure(1, "Boom: now", 3, "3F0", 0, is_fatal=True)
     assert Failure(**json.loads(json.dumps(asdict(failure)))) == failure

@@ -49,8 +49,8 @@ class Failure:
 
     @property
     def number(self) -> int:
-        """The rank for C++: -1 if unknown."""
-        return -1 if self.rank is None else self.rank
+        """The rank for C++: -1 if unknown, or if it may be one of another pipeline."""
+        return -1 if self.rank is None or self.pipeline else self.rank
 
     def place(self) -> str:
         """The place, for users."""
