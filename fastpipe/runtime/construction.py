@@ -38,7 +38,6 @@ from fastpipe.runtime.common import (
 from fastpipe.runtime.coordination import (
     Control,
     Cores,
-    MeshControl,
     Processes,
     RanksPerHost,
     Reply,
@@ -214,8 +213,7 @@ def _control(
     first = list(pipelines.values()).index(member.ranks) * member.size
     ranks = tuple(rank for own in pipelines.values() for rank in own)
     mesh = member.among(ranks, first + member.rank)
-    whole = Processes(mesh.store(), mesh.rank, mesh.size, timeout, here, mesh.identity)
-    return MeshControl(whole, store, list(pipelines), member.size, timeout)
+    return Processes(mesh.store(), mesh.rank, member.size, timeout, here, mesh.identity, list(pipelines), store)
 
 
 @dataclass(frozen=True)
@@ -563,7 +561,7 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
         return Loopback()
     return select_transport(
         execution.chosen_transport,
-        exchange=world.control.exchange_within,
+        exchange=world.control.exchange,
         member=replace(world.member, lost=world.control.lost),
         device=world.device,
         timeout=world.timeout,
@@ -644,7 +642,7 @@ def _make_ranks(
     refusal = why_not(device, local.by_rank, transport, copies)
     if execution.cuda_graph and refusal:
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
-    in_mesh = dimensions if isinstance(world.control, MeshControl) else []
+    in_mesh = dimensions if world.control.pipeline else []
     mesh_groups = MeshGroups({name: execution.mesh.get_group(name) for name in in_mesh}, device)
     for stage in local.stages if in_mesh else ():
         stage.leave_mesh = mesh_groups.end

@@ -20,7 +20,7 @@ def dead(rank: int, cause: str = DIED) -> Failure:
 def watcher() -> Iterator[Watcher]:
     local_peers, lifeline = LocalPeers(), Lifeline(0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    watching = Watcher(store, local_peers, lifeline)
+    watching = Watcher(store, local_peers, lifeline, dead)
     yield watching
     watching.close()
     lifeline.close(0)
@@ -37,20 +37,20 @@ def test_who_closes_its_pipeline_before_it_ends_is_not_lost(watcher: Watcher, pa
         other.report_close(1, 4)
     other.close()
     own.gone.add(1)
-    assert watcher.find_dead(4) == ([] if parts else [dead(1)])
-    assert watcher.find_dead(5) == [dead(1, LEFT if parts else DIED)]
+    assert watcher.find_dead(4) == ({} if parts else {1: dead(1)})
+    assert watcher.find_dead(5) == {1: dead(1, LEFT if parts else DIED)}
 
 
 def test_a_step_that_begins_while_others_look_is_looked_after(watcher: Watcher) -> None:
     """The bell for it is heard together with what has been rung before, or else it wakes the watcher again."""
     told = threading.Event()
-    found: list[Failure] = []
+    found: dict[int, Failure] = {}
 
-    def find_dead(step: int) -> list[Failure]:
+    def find_dead(step: int) -> dict[int, Failure]:
         if not step:
             watcher.begin(1, lambda failure: told.set())
-            found.append(dead(1))
-            return []
+            found[1] = dead(1)
+            return {}
         return found
 
     watcher.find_dead = find_dead  # type: ignore[method-assign]
@@ -60,10 +60,10 @@ def test_a_step_that_begins_while_others_look_is_looked_after(watcher: Watcher) 
 
 
 def test_who_closes_while_others_look_is_not_waited_for(watcher: Watcher) -> None:
-    def find_dead(step: int) -> list[Failure]:
+    def find_dead(step: int) -> dict[int, Failure]:
         watcher._stopping = True
         watcher.local_peers.wake_own()
-        return []
+        return {}
 
     watcher.find_dead = find_dead  # type: ignore[method-assign]
     watcher.start(False, watcher.store)
@@ -81,7 +81,7 @@ def test_every_loss_is_told_though_one_cannot_be_dealt_with(caplog: pytest.LogCa
         raise RuntimeError("CUDA error: out of its mind")
 
     watcher = Watcher.__new__(Watcher)
-    watcher.dead, watcher._lock, watcher.step = [dead(1), dead(3)], threading.Lock(), 1
+    watcher.dead, watcher._lock, watcher.step = {1: dead(1), 3: dead(3)}, threading.Lock(), 1
     watcher.on_loss = fail
     watcher._report_losses()
     assert told == [1, 3]

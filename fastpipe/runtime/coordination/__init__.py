@@ -31,4 +31,4 @@ from fastpipe.runtime.coordination.host import (
     shares_store,
 )
 from fastpipe.runtime.coordination.peers import has_exited
-from fastpipe.runtime.coordination.processes import MeshControl, Processes, write_failure
+from fastpipe.runtime.coordination.processes import Processes, write_failure

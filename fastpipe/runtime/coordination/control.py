@@ -97,10 +97,6 @@ class Control:
         """
         return Replies([message])
 
-    def exchange_within(self, phase: str, message: Reply) -> Replies:
-        """Like `exchange` while a pipeline is built, in this pipeline alone where several of a mesh share a control."""
-        return self.exchange(phase, message)
-
     def publish(self, failure: Failure) -> Failure:
         """Report a failure of this process to the others at once; before the first step, that it cannot build the
         pipeline.

@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -44,15 +45,15 @@ class Gather(ABC):
 
     Attributes:
         suspected: a reported failure that makes a rank suspect in this step; any thread may set it.
-        name_of: the name of a rank in errors.
+        fail: the fatal failure of a process, None if unknown, with its cause.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, fail: Callable[[int | None, str], Failure]) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
         self.suspected: Failure | None = None
-        self.name_of: Callable[[int], str] = str
+        self.fail = fail
         self._deadline, self._is_last = 0.0, False
 
     @abstractmethod
@@ -87,12 +88,14 @@ class Gather(ABC):
 
     def late(self, missing: Sequence[int], step: int, phase: str, message: Reply) -> FailureError:
         """The error for processes that run and do not answer a message."""
-        ranks = ", ".join(map(self.name_of, missing))
+        places = [self.fail(process, "") for process in missing]
+        ranks = ", ".join(f.place().removeprefix("rank ") for f in places)
         advice = "make the same calls on every rank" if step else "build it on every rank, all with the same group"
         place = _place(step, phase) + (f" ({message['call']})" if "call" in message else "")
         cause = f"rank {ranks} did not reach {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
-        suspected = None if self.suspected is None else self.suspected.rank
-        return FailureError(Failure(suspected if suspected in missing else missing[0], cause, is_fatal=True))
+        suspected = self.suspected and (self.suspected.rank, self.suspected.pipeline)
+        late = next((f for f in places if (f.rank, f.pipeline) == suspected), places[0])
+        return FailureError(replace(late, cause=cause))
 
 
 class StoreGather(Gather):
@@ -113,8 +116,9 @@ class StoreGather(Gather):
         timeout: float,
         gone: Callable[[RuntimeError], Failure],
         lost: Lost,
+        fail: Callable[[int | None, str], Failure],
     ) -> None:
-        super().__init__(rank, size, timeout)
+        super().__init__(rank, size, timeout, fail)
         self.store = self.waits = store
         self.gone = gone
         self.lost = lost
@@ -190,8 +194,16 @@ def _key(step: int, phase: str, rank: int | None) -> str:
 class SharedMemoryGather(Gather):
     """All-gather through shared memory; call `offer` and `connect` before the first exchange."""
 
-    def __init__(self, rank: int, size: int, timeout: float, ranks_per_host: RanksPerHost, lost: Lost) -> None:
-        super().__init__(rank, size, timeout)
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout: float,
+        ranks_per_host: RanksPerHost,
+        lost: Lost,
+        fail: Callable[[int | None, str], Failure],
+    ) -> None:
+        super().__init__(rank, size, timeout, fail)
         self._lost = lost
         self._ranks_per_host = ranks_per_host
         self._native: Any = None
@@ -250,7 +262,7 @@ class SharedMemoryGather(Gather):
 
     def _read(self, rank: int, step: int, phase: str, text: bytes | None) -> Reply:
         if text is None:
-            raise FailureError(Failure(rank, DIED, is_fatal=True))
+            raise FailureError(self.fail(rank, DIED))
         found, _, content = text.decode().partition("\n")
         if found != f"{step} {phase}":
             their_step, _, their_phase = found.partition(" ")
@@ -258,6 +270,6 @@ class SharedMemoryGather(Gather):
                 f"rank {rank} did not reach {_place(step, phase)}: it is at {_place(int(their_step), their_phase)}; "
                 "build pipelines, and make the same calls, in the same order on every rank"
             )
-            raise FailureError(Failure(rank, cause, is_fatal=True))
+            raise FailureError(self.fail(rank, cause))
         reply: Reply = json.loads(content)
         return reply

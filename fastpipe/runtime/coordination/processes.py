@@ -1,5 +1,4 @@
-"""Control of several processes: all-gathers before and after a step, and a watcher for failures in between; and the
-same for pipelines whose stages meet.
+"""Control of several processes: all-gathers before and after a step, and a watcher for failures in between.
 
 Processes of one host gather in shared memory. Others, and all at first, gather over the store of their process group.
 The store also has the first failure of each step: the first process to write it wins.
@@ -18,11 +17,9 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from fastpipe.runtime.common import (
@@ -34,7 +31,6 @@ from fastpipe.runtime.common import (
     STORE_SECONDS,
     CircuitBreaker,
     Failure,
-    FailureError,
     call_in_thread,
     cloned,
     end_child,
@@ -55,56 +51,79 @@ OnFailure = Callable[[Failure], None]
 
 
 class Processes(Control):
-    """Control of several processes, one per rank.
+    """Control of several processes, one per rank; of one pipeline, or of all that share collectives within stages.
+
+    A tensor-parallel stage, for example, is in one pipeline for every rank of the mesh's ``"tp"`` dimension. If one of
+    them fails, the others wait for it within a stage, where nothing can be drained. So these pipelines begin and end
+    their steps together, and share the watcher: a failure within a step is fatal for all of them.
 
     Args:
-        identity: returns the identity of a rank; None if it is not available yet.
+        number: of this process, pipeline after pipeline, each in the order of its ranks.
+        size: the number of ranks of a pipeline.
+        identity: returns the identity of a process; None if it is not available yet.
+        pipelines: where each pipeline is in the mesh, as text.
+        own_store: of this pipeline alone.
     """
 
     def __init__(
         self,
         store: Any,
-        rank: int,
+        number: int,
         size: int,
         timeout: float,
         ranks_per_host: RanksPerHost,
         identity: Callable[[int], Identity | None] = lambda rank: None,
+        pipelines: Sequence[str] = ("",),
+        own_store: Any = None,
     ) -> None:
-        self.rank = self.number = rank
-        self.size = self.num_processes = size
+        self.size, self.num_processes = size, size * len(pipelines)
+        pipeline, self.rank = divmod(number, size)
+        self.number, self._first = number, pipeline * size
+        self.pipeline, self._pipelines = pipelines[pipeline], pipelines
         self.step = 0
+        self._on_failure: OnFailure = _ignore
         self._process = os.getpid()
         self._lost: Failure | None = None  # reported in this step
         self._store, self._identity, self._timeout = store, identity, timeout
-        self._lifeline = Lifeline(rank)
+        self._lifeline = Lifeline(number)
         self._local_peers = LocalPeers()
-        self._watcher = watcher = Watcher(store, self._local_peers, self._lifeline)
-        self._store_gather = StoreGather(store, rank, size, timeout, self._watcher.store_gone, self.lost)
-        self._shared_gather = SharedMemoryGather(rank, size, timeout, ranks_per_host, self.lost)
+        self._watcher = Watcher(store, self._local_peers, self._lifeline, self._failure)
+        given = number, self.num_processes, timeout
+        self._store_gather = StoreGather(store, *given, self._watcher.store_gone, self.lost, self._failure)
+        self._shared_gather = SharedMemoryGather(*given, ranks_per_host, self.lost, self._failure)
         self._gather: Gather = self._store_gather
-        self.deferred: DeferredResults = DeferredResults(store, rank, timeout, lambda: watcher.dead)
+        own_store = store if own_store is None else own_store
+        self.deferred: DeferredResults = DeferredResults(own_store, self.rank, timeout, self._dead_here)
         self._breaker = CircuitBreaker(min(STORE_SECONDS, timeout / 4))
         self._place_breaker = CircuitBreaker(min(1.0, timeout / 4))
 
-    def name_ranks(self, name_of: Callable[[int], str]) -> None:
-        """Set the names of ranks that do not answer, in errors."""
-        self._store_gather.name_of = self._shared_gather.name_of = name_of
+    def _failure(self, process: int | None, cause: str) -> Failure:
+        """The fatal failure of a process."""
+        if process is None:
+            return Failure(None, cause, is_fatal=True)
+        number, rank = divmod(process, self.size)
+        return Failure(rank, cause, is_fatal=True, pipeline=self._pipelines[number])
+
+    def _dead_here(self) -> list[Failure]:
+        return [failure for failure in self.dead if failure.pipeline == self.pipeline]
 
     def setup(self, message: Reply) -> Replies:
         """Exchange identities, watch the processes that can be watched, and use shared memory if all can."""
         identity = self._local_peers.identity() | self._shared_gather.offer()
-        replies = self.exchange("setup", identity | message)
+        found = self.exchange("setup", identity | message)
+        replies = self._in_order(found)
         near = [same_host(replies[0], reply) and replies[0]["can_watch"] and reply["can_watch"] for reply in replies]
-        far = [rank for rank in range(1, self.size) if not near[rank]]
-        own: Reply = {"connected": self._connect_hosts(far), "woken": self._local_peers.connect(self.rank, replies)}
-        answers = self.exchange("connection", own | {"why": self._shared_gather.connect(replies)})
-        self._lifeline.keep([rank for rank, answer in enumerate(answers) if self.rank in answer["connected"]])
+        far = [rank for rank in range(1, self.num_processes) if not near[rank]]
+        own: Reply = {"connected": self._connect_hosts(far), "woken": self._local_peers.connect(self.number, replies)}
+        answers = self._in_order(self.exchange("connection", own | {"why": self._shared_gather.connect(replies)}))
+        self._lifeline.keep([rank for rank, answer in enumerate(answers) if self.number in answer["connected"]])
         missed = [rank for rank in far if rank not in answers[0]["connected"] or 0 not in answers[rank]["connected"]]
         if missed:
             logger.warning("ranks %s cannot connect to rank 0: their exits are detected after the timeout", missed)
         unwatched = [rank for rank, reply in enumerate(replies) if not reply["can_watch"]]
         self.remark = f"pidfd_open is denied on ranks {unwatched}: {_UNWATCHED}" if unwatched else ""
-        polls = not all(self.rank in answer["woken"] for rank, answer in enumerate(answers) if rank != self.rank)
+        others = [answer for process, answer in enumerate(answers) if process != self.number]
+        polls = not all(self.number in answer["woken"] for answer in others)
         self._watcher.start(polls, cloned(self._store, self._timeout))
         why = next((f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]), None)
         if why is None:
@@ -113,32 +132,37 @@ class Processes(Control):
             logger.info("the ranks agree over the store, about a millisecond per step: %s", why)
             # a separate connection: a wait that has timed out leaves a thread blocked on it
             self._store_gather.waits = cloned(self._store, self._timeout)
-        return replies
+        return found
+
+    def _in_order(self, replies: Replies) -> list[Reply]:
+        """By the number of the process."""
+        others = list(replies.elsewhere)
+        return [*others[: self._first], *replies, *others[self._first :]]
 
     def _connect_hosts(self, far: Sequence[int]) -> list[int]:
         """Connect rank 0 with the ranks of other hosts."""
         if not far:
             return []
-        offers = self.exchange("lifeline", self._lifeline.offer(self._store) if self.rank == 0 else {})
-        return self._lifeline.connect(offers[0], far)
+        offers = self.exchange("lifeline", self._lifeline.offer(self._store) if self.number == 0 else {})
+        return self._lifeline.connect(self._in_order(offers)[0], far)
 
     def lost(self, awaited: Sequence[int] | None = None) -> Failure | None:
         """A published failure, else the exit of an awaited process. Within steps, what the watcher detected."""
         if self.step:
-            return self._lost or next(iter(self._watcher.dead), None)
+            return self._lost or next(iter(self._watcher.dead.values()), None)
         # before the published failure is read: a process that fails publishes that and then closes the pipeline
         dead = self._watcher.find_dead(1)
         # a lost store is reported where it is needed
         if (failure := self._breaker.call(self._find_published, None)) is not None:
             return failure
-        return next((failure for failure in dead if awaited is None or failure.rank in awaited), None)
+        return next((failure for process, failure in dead.items() if awaited is None or process in awaited), None)
 
     def _find_published(self) -> Failure | None:
         """The first failure while the pipeline is built; also watch processes that have started since."""
         if (failure := read_failure(self._store, self.step)) is not None:
             return failure
-        for rank in range(self.size):
-            unknown = rank != self.rank and rank not in self._local_peers.processes
+        for rank in range(self.num_processes):
+            unknown = rank != self.number and rank not in self._local_peers.processes
             if unknown and (identity := self._identity(rank)) is not None:
                 self._local_peers.watch(rank, identity)
         return None
@@ -147,6 +171,7 @@ class Processes(Control):
         """Start a step."""
         self.step += 1
         self._lost = self._gather.suspected = None
+        self._on_failure = on_failure
 
         def report(failure: Failure) -> None:
             self._note(failure)
@@ -159,7 +184,7 @@ class Processes(Control):
     @property
     def dead(self) -> list[Failure]:
         """See `Control.dead`."""
-        return self._watcher.dead
+        return list(self._watcher.dead.values())
 
     def store_gone(self, error: RuntimeError) -> Failure:
         """See `Watcher.store_gone`."""
@@ -191,16 +216,45 @@ class Processes(Control):
     def exchange(self, phase: str, message: Reply) -> Replies:
         """Send a message and return the messages of all processes."""
         end_child(self._process, message.get("failure", {}).get("cause", ""))
+        message = message | {key: asdict(self._here(Failure(**message[key]))) for key in _failures_in(message)}
         written = len(self._store_gather.written)
         replies = self._gather.exchange(self.step, phase, message)
         if self.step == 0:
             # all have read the earlier ones
             self._breaker.call(lambda: self._store_gather.forget_first(written), None)
-        return Replies(replies)
+        own = replies[self._first : self._first + self.size]
+        elsewhere = [
+            reply | {"pipeline": self._pipelines[process // self.size]}
+            for process, reply in enumerate(replies)
+            if not 0 <= process - self._first < self.size
+        ]
+        failed = next((reply for reply in elsewhere if "failure" in reply), None)
+        if failed is not None and not any("failure" in reply for reply in own):
+            own[0] = own[0] | {key: failed[key] for key in _failures_in(failed)}
+        return Replies(own, elsewhere)
+
+    def _here(self, failure: Failure) -> Failure:
+        """With the place of its pipeline, if it is a rank of this one."""
+        is_here = failure.rank is not None and not failure.pipeline
+        return replace(failure, pipeline=self.pipeline) if is_here else failure
 
     def publish(self, failure: Failure) -> Failure:
         """Write a failure into the store, unless another process was faster, and wake the others."""
         end_child(self._process, failure.cause)
+        failure = self._here(failure)
+        if not self.pipeline or not self.step:
+            return self._publish(failure)
+        if not failure.is_fatal:
+            # a collective may have raised because a process exits, which closes its connections first
+            for pause in pauses(SHORT_EXIT_SECONDS):
+                if self.lost() is not None:
+                    break
+                time.sleep(pause)
+        first = self._publish(replace(self.lost() or failure, is_fatal=True))
+        self._on_failure(first)
+        return first
+
+    def _publish(self, failure: Failure) -> Failure:
         # without the store the others detect the failure themselves, and this rank drains
         first = self._breaker.call(lambda: self._watcher.publish(failure), failure)
         self._note(first)  # of which this one may be a consequence
@@ -210,25 +264,31 @@ class Processes(Control):
     def put_place(self, step: int, is_active: bool, text: str, within: str = "step") -> None:
         """See `Control.put_place`."""
         content = json.dumps([step, is_active, text[:MAX_TEXT]])
-        self._place_breaker.call(lambda: self._store.set(_place_key(within, self.rank), content), None)
+        self._place_breaker.call(lambda: self._store.set(_place_key(within, self.number), content), None)
 
     def places(self, within: str = "step") -> dict[int, tuple[int, bool, str]]:
         """See `Control.places`."""
 
         def read() -> dict[int, tuple[int, bool, str]]:
-            store, ranks = self._store, range(self.size)
-            keys = {rank: key for rank in ranks if store.check([key := _place_key(within, rank)])}
-            return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items()}
+            store, numbers = self._store, range(self.num_processes)
+            keys = {number: key for number in numbers if store.check([key := _place_key(within, number)])}
+            return {number: tuple(json.loads(store.get(key))) for number, key in keys.items()}
 
         return self._place_breaker.call(read, {})
+
+    def name_of(self, number: int) -> str:
+        """See `Control.name_of`."""
+        return self._failure(number, "").place()
 
     def close(self) -> None:
         """Stop the watcher, and close what the processes share."""
         self.deferred.close()
-        self._local_peers.report_close(self.rank, self.step)
+        self._local_peers.report_close(self.number, self.step)
         self._watcher.close()
         self._lifeline.close(self.step)
         self._local_peers.close()
+        # it belongs to the steps, which hold this control
+        self._on_failure = _ignore
 
 
 def _ignore(failure: Failure) -> None:
@@ -242,11 +302,14 @@ class Watcher:
         polls: whether some process cannot wake this one, so that the store is polled.
         published: the steps whose failures this process has published and not yet deleted.
         on_loss: called from the watcher's thread if a process exits without closing the pipeline, in or between steps.
-        dead: failures of the processes that have exited or closed the pipeline, by rank.
+        dead: failures of the processes that have exited or closed the pipeline, by number.
     """
 
-    def __init__(self, store: Any, local_peers: LocalPeers, lifeline: Lifeline) -> None:
+    def __init__(
+        self, store: Any, local_peers: LocalPeers, lifeline: Lifeline, fail: Callable[[int, str], Failure]
+    ) -> None:
         self.store = store
+        self._fail = fail
         self.local_peers = local_peers
         self.lifeline = lifeline
         self.polls = True
@@ -254,7 +317,7 @@ class Watcher:
         self.step = 0
         self._on_failure: OnFailure | None = None
         self.published: list[int] = []
-        self.dead: list[Failure] = []
+        self.dead: dict[int, Failure] = {}
         self._lock = threading.Lock()
         self._stopping = False
         self._answer: tuple[int, Future[Failure | None]] | None = None
@@ -312,7 +375,7 @@ class Watcher:
         while not (dead := self.find_dead(self.step)) and time.monotonic() < deadline:
             time.sleep(0.01)
         if dead:
-            return dead[0]
+            return next(iter(dead.values()))
         return Failure(None, f"the store of the process group is gone: {first_line(error)}", is_fatal=True)
 
     def close(self) -> None:
@@ -348,7 +411,7 @@ class Watcher:
                 return
 
     def _report_losses(self) -> None:
-        for failure in self.dead:
+        for failure in self.dead.values():
             with logged("to unblock what waits for a lost rank"):
                 self.on_loss(failure)
 
@@ -369,7 +432,7 @@ class Watcher:
 
     def _look(self, store: Any, step: int) -> bool:
         """Report the failures of a step; returns False if the store is gone."""
-        dead = self.dead
+        dead = list(self.dead.values())
         for death in dead:
             self._report(death, step)
 
@@ -392,7 +455,7 @@ class Watcher:
             return False
         return True
 
-    def find_dead(self, step: int) -> list[Failure]:
+    def find_dead(self, step: int) -> dict[int, Failure]:
         """Failures of the processes that cannot take part in a step: exited, or closed the pipeline; by rank."""
         ended = self.lifeline.ended()
         found = {rank: cause for rank, (cause, last_step) in ended.items() if last_step < step}
@@ -404,7 +467,7 @@ class Watcher:
                 found.pop(rank, None)
             else:  # a process that failed to build it has published why, which is read first
                 found[rank] = LEFT
-        return [Failure(rank, cause, is_fatal=True) for rank, cause in sorted(found.items())]
+        return {process: self._fail(process, cause) for process, cause in sorted(found.items())}
 
     def _report(self, failure: Failure, step: int) -> None:
         # under the lock, or the next step might get the failure of this one
@@ -441,165 +504,6 @@ def _place_key(within: str, rank: int) -> str:
 def _key(step: int) -> str:
     """The key of a step's failure; step 0 builds the pipeline."""
     return f"{step}/failure"
-
-
-class MeshControl(Control):
-    """Control of one pipeline of several that share a mesh, whose stages meet in collectives of the modules.
-
-    A tensor-parallel stage, for example, is in one pipeline for every rank of the mesh's ``"tp"`` dimension. If one of
-    them fails, the others wait for it within a stage, where nothing can be drained. So these pipelines begin and end
-    their steps together, and share the watcher: a failure within a step is fatal for all of them. A rank that learns of
-    it leaves the mesh's groups (`fastpipe.runtime.transport.MeshGroups`).
-
-    `Processes` does the work for all processes of these pipelines, and numbers them through. Here the numbers become
-    ranks of a pipeline, and replies of other pipelines are dropped.
-
-    Args:
-        whole: of all processes, pipeline after pipeline, each in the order of its ranks.
-        pipelines: where each pipeline is in the mesh, as text.
-        size: the number of ranks of a pipeline.
-    """
-
-    def __init__(self, whole: Processes, store: Any, pipelines: Sequence[str], size: int, timeout: float) -> None:
-        self._whole, self._pipelines, self.size = whole, pipelines, size
-        self.num_processes, self.number = whole.size, whole.rank
-        self._pipeline, self.rank = divmod(whole.rank, size)
-        self.pipeline = pipelines[self._pipeline]
-        self._on_failure: Callable[[Failure], None] = lambda failure: None
-        self.deferred: DeferredResults = DeferredResults(store, self.rank, timeout, self._dead)
-        self._gather = StoreGather(store, self.rank, size, timeout, whole.store_gone, self.lost)
-        whole.name_ranks(partial(_name_in, pipelines, size))
-
-    @property
-    def step(self) -> int:  # type: ignore[override]
-        """See `Control`."""
-        return self._whole.step
-
-    @property
-    def remark(self) -> str:  # type: ignore[override]
-        """See `Control`."""
-        return self._whole.remark
-
-    def setup(self, message: Reply) -> Replies:
-        """See `Control.setup`."""
-        with self._placing():
-            return self._own(self._whole.setup(self._marked(message)))
-
-    def exchange(self, phase: str, message: Reply) -> Replies:
-        """Exchange with the processes of all pipelines; a failure of another pipeline is one of rank 0's reply."""
-        with self._placing():
-            return self._own(self._whole.exchange(phase, self._marked(message)))
-
-    def exchange_within(self, phase: str, message: Reply) -> Replies:
-        """See `Control.exchange_within`."""
-        return Replies(self._gather.exchange(0, phase, message))
-
-    def begin(self, on_failure: Callable[[Failure], None]) -> None:
-        """See `Control.begin`."""
-        self._on_failure = on_failure
-        self._whole.begin(lambda failure: on_failure(self._placed(failure)))
-
-    def end(self) -> None:
-        """See `Control.end`."""
-        self._whole.end()
-
-    def on_loss(self, report: Callable[[Failure], None]) -> None:
-        """See `Control.on_loss`."""
-        self._whole.on_loss(lambda failure: report(self._placed(failure)))
-
-    def publish(self, failure: Failure) -> Failure:
-        """Report a failure; in a step it ends all pipelines, this one included."""
-        if not self.step:
-            return self._placed(self._whole.publish(self._numbered(failure)))
-        if not failure.is_fatal:
-            # a collective may have raised because a process exits, which closes its connections first
-            for pause in pauses(SHORT_EXIT_SECONDS):
-                if self._whole.lost() is not None:
-                    break
-                time.sleep(pause)
-        lost = self._whole.lost() or self._numbered(failure)
-        first = self._placed(self._whole.publish(replace(lost, is_fatal=True)))
-        self._on_failure(first)
-        return first
-
-    def lost(self, awaited: Sequence[int] | None = None) -> Failure | None:
-        """See `Control.lost`."""
-        first = self._pipeline * self.size
-        found = self._whole.lost(None if awaited is None else [first + rank for rank in awaited])
-        return None if found is None else self._placed(found)
-
-    def put_place(self, step: int, is_active: bool, text: str, within: str = "step") -> None:
-        """See `Control.put_place`."""
-        self._whole.put_place(step, is_active, text, within)
-
-    def places(self, within: str = "step") -> dict[int, tuple[int, bool, str]]:
-        """See `Control.places`."""
-        return self._whole.places(within)
-
-    def name_of(self, number: int) -> str:
-        """See `Control.name_of`."""
-        return f"rank {_name_in(self._pipelines, self.size, number)}"
-
-    def close(self) -> None:
-        """See `Control.close`."""
-        self.deferred.close()
-        self._whole.close()
-        # it belongs to the steps, which hold this control
-        self._on_failure = lambda failure: None
-
-    @property
-    def dead(self) -> list[Failure]:
-        """See `Control.dead`."""
-        return list(map(self._placed, self._whole.dead))
-
-    def _dead(self) -> list[Failure]:
-        return [failure for failure in self.dead if failure.pipeline == self.pipeline]
-
-    def _placed(self, failure: Failure) -> Failure:
-        """With a rank of a pipeline instead of a process's number."""
-        if failure.rank is None or failure.pipeline:
-            return failure
-        pipeline, rank = divmod(failure.rank, self.size)
-        return replace(failure, rank=rank, pipeline=self._pipelines[pipeline])
-
-    def _numbered(self, failure: Failure) -> Failure:
-        """With a process's number instead of a rank of a pipeline; without a name it is one of this pipeline."""
-        if failure.rank is None:
-            return failure
-        pipeline = self._pipelines.index(failure.pipeline) if failure.pipeline else self._pipeline
-        return replace(failure, rank=pipeline * self.size + failure.rank, pipeline="")
-
-    def _marked(self, message: Reply) -> Reply:
-        return message | {key: asdict(self._numbered(Failure(**message[key]))) for key in _failures_in(message)}
-
-    def _own(self, replies: Sequence[Reply]) -> Replies:
-        replies = [
-            reply | {key: asdict(self._placed(Failure(**reply[key]))) for key in _failures_in(reply)}
-            for reply in replies
-        ]
-        first = self._pipeline * self.size
-        own = replies[first : first + self.size]
-        elsewhere = [
-            reply | {"pipeline": self._pipelines[i // self.size]}
-            for i, reply in enumerate(replies)
-            if i // self.size != self._pipeline
-        ]
-        failed = next((reply for reply in elsewhere if "failure" in reply), None)
-        if failed is not None and not any("failure" in reply for reply in own):
-            own[0] = own[0] | {key: failed[key] for key in _failures_in(failed)}
-        return Replies(own, elsewhere)
-
-    @contextmanager
-    def _placing(self) -> Iterator[None]:
-        try:
-            yield
-        except FailureError as error:
-            raise FailureError(self._placed(error.failure)) from error.__cause__
-
-
-def _name_in(pipelines: Sequence[str], size: int, process: int) -> str:
-    pipeline, rank = divmod(process, size)
-    return f"{rank} of the pipeline at {pipelines[pipeline]}"
 
 
 def _failures_in(message: Reply) -> list[str]:
