@@ -347,7 +347,7 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
     share(ties, modules)
     on_meta_here = [index for index, module in modules.items() if on_meta([module])]
     if model.data_parallel is not None:
-        modules = _replicated(modules, model.data_parallel, on_meta_here, world)
+        modules = _replicated(modules, model.data_parallel, on_meta_here, len(ranks), world)
     for index, module in modules.items():
         check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes)
     by_rank = modules_by_rank(placement, ranks, modules)
@@ -376,7 +376,7 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
 
 
 def _replicated(
-    modules: Mapping[int, nn.Module], group: Any, on_meta: Sequence[int], world: World
+    modules: Mapping[int, nn.Module], group: Any, on_meta: Sequence[int], num_local_ranks: int, world: World
 ) -> dict[int, nn.Module]:
     """The modules in DistributedDataParallel; ``on_meta`` has the stages without memory."""
     if on_meta:
@@ -386,6 +386,11 @@ def _replicated(
             "only this process's stages, with memory"
         )
     replicas = process_group(group, "data_parallel", "dp")
+    if num_local_ranks > 1 and replicas.size() > 1:  # before the constructor, in which replicas wait for each other
+        raise ValueError(
+            "data_parallel: the ranks are threads of this process, which would run the collectives of their stages in "
+            "any order; start one process per rank with torchrun"
+        )
     if replicas in DataParallel.broken:
         raise _broken("data_parallel", DataParallel.broken[replicas])
     state = thread_state(world.device)

@@ -80,10 +80,10 @@ def test_a_call_within_a_step_is_refused_and_the_step_goes_on(where: str, call: 
     assert same_bits(pipe.step(x, target=y).loss, result.loss)
 
 
-def test_a_step_that_would_wait_for_its_own_caller_is_refused(kernel: str) -> None:
-    inner = pipeline([Block(), Block()], kernel, loss_fn=None).eval()
+def test_a_step_that_would_wait_for_its_own_caller_is_refused(executor: str) -> None:
+    inner = pipeline([Block(), Block()], executor, loss_fn=None).eval()
     layers: list[nn.Module] = [Calls(), Block()]
-    pipe = pipeline(layers, kernel)
+    pipe = pipeline(layers, executor)
     x, y = torch.randn(2, 4, WIDTH)
     layers[0].call = lambda: inner.eval_step(x)  # type: ignore[assignment]
     pipe.step(x, target=y)
