@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from torch import nn
 
 from fastpipe.errors import StepError
 from fastpipe.runtime.common import (
-    by_mesh,
     decoded,
     dtype_name,
     dtype_of,
@@ -330,6 +330,12 @@ def clip_grad_norm(
     norms, total = gathering.norms, gathering.total(values, order, device)
     # a scaler tries large scales and skips steps that overflow
     report_nonfinite(total, norms, values, local, is_error=is_error, expected=steps.loss_scale is not None)
-    for parameters in by_mesh(p.tensor for p in named):
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
+    # of DTensors the local parts: torch scales no mixture of both, and 2.11 leaves parts of a sum as they are
+    grads: list[Any] = [SimpleNamespace(grad=_local(h.tensor)) for h in local]
+    torch.nn.utils.clip_grads_with_norm_(grads, limit, total)
     return total
+
+
+@torch.no_grad()
+def _local(grad: Any) -> Any:
+    return grad.to_local() if is_dtensor(grad) else grad
