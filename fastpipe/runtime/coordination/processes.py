@@ -204,6 +204,7 @@ class Processes(Control):
     def end(self) -> None:
         """End a step; all processes have read what the step before it wrote."""
         self._watcher.end()
+        self._on_failure = _ignore  # it belongs to the steps, which hold this control
         wrote = bool(self._watcher.published) or self._gather is self._store_gather
         if wrote and self.lost() is None:
             self._breaker.call(self._forget, None)
@@ -287,8 +288,6 @@ class Processes(Control):
         self._watcher.close()
         self._lifeline.close(self.step)
         self._local_peers.close()
-        # it belongs to the steps, which hold this control
-        self._on_failure = _ignore
 
 
 def _ignore(failure: Failure) -> None:
