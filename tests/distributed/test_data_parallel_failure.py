@@ -23,6 +23,7 @@ from fastpipe.runtime.data_parallel import DataParallel
 from tests.conftest import executors_in_turn
 from tests.distributed.meshes import (
     LAYERS,
+    WIDTH,
     Block,
     Reference,
     batch,
@@ -329,9 +330,13 @@ def test_a_pipeline_whose_group_another_one_has_closed_says_why() -> None:
             assert "could not reduce its gradients: process 1 has exited" in text, text
 
 
-def only_one_steps(wrap: str) -> tuple[str, str]:
+def normed() -> list[nn.Module]:
+    return [nn.Sequential(block, nn.BatchNorm1d(WIDTH)) for block in layers()]
+
+
+def only_one_steps(wrap: str, made: Callable[[], list[nn.Module]]) -> tuple[str, str]:
     over, replica = mesh_and_replica()
-    pipe = build(wrap, "zbv", "auto", over, timeout=10.0)
+    pipe = build(wrap, "zbv", "auto", over, made=made, timeout=10.0)
     if replica == 1:
         return "", ""
     kind, text, _ = caught(lambda: step(pipe, 0, 0))
@@ -339,10 +344,11 @@ def only_one_steps(wrap: str) -> tuple[str, str]:
     return kind, text + again[1]
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-def test_a_replica_that_does_not_come_is_named(wrap: str) -> None:
+@pytest.mark.parametrize(("wrap", "made"), [("ddp", layers), ("fsdp", layers), ("ddp", normed)])
+def test_a_replica_that_does_not_come_is_named(wrap: str, made: Callable[[], list[nn.Module]]) -> None:
+    """Also in the broadcast of BatchNorm's buffers, at the begin of the step."""
     with ranks(2) as group:
-        kind, text = group.run(only_one_steps, wrap)[0]
+        kind, text = group.run(only_one_steps, wrap, made)[0]
     assert kind == "StepError"
     assert "another of the 2 replicas of stage 0, in the processes" in text
     assert text.count("build a new one") == 2

@@ -429,18 +429,14 @@ def is_joined(wrapper: Any) -> bool:
     return bool(wrapper._join_config.enable)
 
 
-def sync_buffers(wrapper: Any, *, as_known: bool) -> None:
-    """Broadcast the first replica's buffers, if the wrapper would do so in its next forward.
+def sends_buffers(wrapper: Any) -> bool:
+    """Whether its next forward would broadcast the first replica's buffers."""
+    return bool(wrapper._check_sync_bufs_pre_fwd())
 
-    Args:
-        as_known: send the buffers of the last broadcast; else the current ones.
-    """
-    if wrapper._check_sync_bufs_pre_fwd():
-        wrapper.require_forward_param_sync = False
-        if as_known:
-            wrapper._sync_module_buffers(0)
-        else:
-            wrapper._sync_buffers()
+
+def has_buffer_hook(wrapper: Any) -> bool:
+    """Whether it has a communication hook for buffers."""
+    return hasattr(wrapper, "buffer_hook")
 
 
 def sync_module(wrapper: Any) -> None:
@@ -750,7 +746,7 @@ PRIVATE = (
         "reducer logger process_group module device parameters_to_ignore broadcast_buffers broadcast_bucket_size "
         "static_graph mixed_precision require_backward_grad_sync require_forward_param_sync _module_parameters "
         "_static_graph_delay_allreduce_enqueued _has_rebuilt_buckets _get_ddp_logging_data _delay_all_reduce_params "
-        "_use_python_reducer _join_config _check_sync_bufs_pre_fwd _sync_buffers _sync_module_buffers "
+        "_use_python_reducer _join_config _check_sync_bufs_pre_fwd "
         "_build_params_for_reducer _build_debug_param_to_name_mapping _ddp_init_helper",
         "averages once per step, outside of a backward; new parameters",
         _REPLICATED,

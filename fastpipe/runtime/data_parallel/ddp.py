@@ -21,6 +21,7 @@ unpickling: the wrapper stays the same object, with its settings.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -271,6 +272,30 @@ class Reduced:
         # the reducer's own: others may have been frozen since the wrapper was created
         buckets = torch_private.buckets_of(self.wrapper)
         self._parameters = [parameter for bucket in buckets for parameter in bucket.parameters()]
+        self._note_buffers()
+
+    def _note_buffers(self) -> None:
+        ignored = self.wrapper.parameters_to_ignore
+        self._buffers = [buffer for name, buffer in self.wrapper.module.named_buffers() if name not in ignored]
+
+    def broadcast_buffers(self, wait: Callable[[Any], Any], *, as_known: bool) -> None:
+        """Broadcast the first replica's buffers, as bytes: backends do not support every dtype.
+
+        Args:
+            wait: returns a future's value.
+            as_known: those of the last broadcast; else the current ones.
+        """
+        if not as_known:
+            self._note_buffers()
+        if not self._buffers:
+            return
+        parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in self._buffers]
+        block, group = torch.cat(parts), self.wrapper.process_group
+        wait(dist.broadcast(block, group=group, group_src=0, async_op=True).get_future())
+        if group.rank():
+            for buffer, part in zip(self._buffers, torch.split(block, list(map(len, parts))), strict=True):
+                # cloned to be aligned; through .data, as a forward before the step may have saved the buffer
+                buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     def in_place(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter that is now in its place: for a tied weight, an alias during a step."""
@@ -385,6 +410,12 @@ class Replicated(DataParallel):
                     "replicas without a batch do not take part in a pipeline's averages; wrap the stage again, and "
                     "call step equally often in all replicas (with a loss multiplied by 0 where the data has ended)"
                 )
+            if torch_private.has_buffer_hook(wrapper):
+                raise ValueError(
+                    f"data_parallel: the DistributedDataParallel of stage {self.stage} has a communication hook for "
+                    "buffers, which a pipeline does not run; leave it out, and the first replica's buffers are "
+                    "broadcast before each step"
+                )
             if torch_private.has_comm_hook(wrapper) and any(map(has_grad_dtype, wrapper.module.parameters())):
                 raise ValueError(
                     f"grad_dtype: the DistributedDataParallel of stage {self.stage} has a communication hook, whose "
@@ -434,9 +465,14 @@ class Replicated(DataParallel):
     def unshard(self) -> None:
         """Broadcast the first replica's buffers, as the wrapper's forward does."""
         wrapper: Any
-        for wrapper in self.wrappers:
+        for wrapper in filter(torch_private.sends_buffers, self.wrappers):
+            wrapper.require_forward_param_sync = False
+            group = wrapper.process_group
+            if group in self.broken:
+                raise RuntimeError(self.broken[group])
             # a replica that skips the step may have more buffers than one that runs the step
-            torch_private.sync_buffers(wrapper, as_known=self._skips)
+            wait = partial(self.wait, deadline=time.monotonic() + self.timeout, group=group)
+            self._reduced[wrapper].broadcast_buffers(wait, as_known=self._skips)
 
     def reshard(self) -> None:
         """Nothing is sharded."""
