@@ -39,7 +39,7 @@ HANGUP = select.POLLRDHUP
 """The event to poll for: received bytes need not wake the watcher."""
 
 _BEAT = b"."
-_CONNECT_SECONDS = 5.0
+_CONNECT_SECONDS = 10.0
 _TOKEN_BYTES = 16
 _LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
@@ -236,7 +236,7 @@ class Lifeline:
             self._awaited.clear()
 
     def _handshake(self, connection: socket.socket) -> None:
-        connection.settimeout(_CONNECT_SECONDS / 5)
+        connection.settimeout(_CONNECT_SECONDS)
         with contextlib.suppress(OSError):  # an unknown client, or a rank that has exited
             greeting = connection.recv(2 * _TOKEN_BYTES + 8, socket.MSG_WAITALL)
             token, rank = greeting[: 2 * _TOKEN_BYTES], greeting[2 * _TOKEN_BYTES :]
