@@ -209,6 +209,15 @@ py::list deferred(const Runner& runner) {
   return stages;
 }
 
+// (stage, whether an input has got a gradient), a stage of which one requires it.
+std::vector<std::pair<std::int32_t, bool>> reached(const Runner& runner) {
+  std::vector<std::pair<std::int32_t, bool>> stages;
+  for (const TorchStage* stage : runner.stages()) {
+    if (stage->reaches_inputs()) stages.emplace_back(stage->index(), *stage->reaches_inputs());
+  }
+  return stages;
+}
+
 void split(WeightGradients& weights, const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
   EdgeList roots;
   for (const at::Tensor& output : outputs) roots.push_back(gradient_edge(output));
@@ -360,7 +369,8 @@ void bind_executor(py::module_& m) {
       .def("drop_memory", &Runner::drop_memory)
       .def("position", &Runner::position)
       .def("check", &Runner::check)
-      .def("deferred", &deferred);
+      .def("deferred", &deferred)
+      .def("reached", &reached);
 }
 
 }  // namespace

@@ -50,12 +50,14 @@ py::tuple to_tuple(const std::vector<at::Tensor>& tensors) {
   return tuple;
 }
 
-// A gradient for every input that requires one, used or not: its sender waits for as many.
-std::vector<at::Tensor> input_gradients(const std::vector<at::Tensor>& inputs, const NodePtr& entry) {
+// A gradient for every input that requires one, used or not: its sender waits for as many. Notes whether any is used.
+std::vector<at::Tensor> input_gradients(const std::vector<at::Tensor>& inputs, const NodePtr& entry,
+                                        std::optional<bool>& reached) {
   if (inputs.empty()) return {};
   std::vector<at::Tensor> gradients = static_cast<Entry&>(*entry).take_caught();
   gradients.resize(inputs.size());
   for (std::size_t i = 0; i < inputs.size(); ++i) {
+    reached = reached.value_or(false) || gradients[i].defined();
     if (!gradients[i].defined()) {
       gradients[i] = at::zeros_like(inputs[i].detach());
     } else if (has_python_dispatch(gradients[i])) {
@@ -223,7 +225,7 @@ void TorchStage::Record::drop_graph() noexcept {
 }
 
 void TorchStage::end(Record& record) {
-  record.gradients = input_gradients(record.inputs, record.entry);
+  record.gradients = input_gradients(record.inputs, record.entry, reaches_inputs_);
   record.drop_graph();
 }
 

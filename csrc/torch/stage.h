@@ -110,6 +110,8 @@ class TorchStage final : public Stage {
   std::int32_t index() const { return index_; }
   // WeightGradients::leaves() of the first I; nullopt before it.
   const std::optional<std::vector<std::uintptr_t>>& deferred() const { return deferred_; }
+  // Whether a backward has found a gradient of an input; nullopt if no input required one.
+  std::optional<bool> reaches_inputs() const { return reaches_inputs_; }
   // The most memory that waited for W at any time.
   std::size_t peak_held_bytes() const { return peak_held_bytes_; }
 
@@ -145,7 +147,7 @@ class TorchStage final : public Stage {
   void run(Record& record, Arming::Phase phase, std::int32_t microbatch, const Payload* input, Call call);
   void take_outputs(std::int32_t microbatch, const py::object& result, Tensors& outputs) const;
   const Tensors& gradients_for(std::int32_t microbatch, const Record& record, const Payload* gradient);
-  static void end(Record& record);
+  void end(Record& record);
   const Tensors& root_gradients(std::int32_t microbatch, const Record& record);
   Tensors given_gradients(std::int32_t microbatch, const Record& record) const;
   std::string place(std::int32_t microbatch) const;
@@ -164,6 +166,7 @@ class TorchStage final : public Stage {
   Tensors entered_;
   Tensors root_gradients_;
   std::optional<std::vector<std::uintptr_t>> deferred_;
+  std::optional<bool> reaches_inputs_;
   std::size_t held_bytes_ = 0;
   std::size_t peak_held_bytes_ = 0;
 };

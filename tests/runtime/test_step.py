@@ -427,3 +427,35 @@ def test_an_input_that_is_cut_from_its_history(executor: str) -> None:
     pipe.step(cut, target=y)
     whole.backward(cut.grad)
     torch.testing.assert_close(embed.linear.weight.grad, expected)
+
+
+class Detaching(Block):
+    """Trains neither what comes before it, nor what it makes of that for the layers after it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.detach())
+
+
+@executors_in_turn("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_weights_that_the_loss_does_not_depend_on_are_named(
+    schedule: str, executor: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once: they get gradients of zeros, where the unsplit model's get none."""
+    layers = [Block(), Block(), Detaching(), Block(), Block()]
+    options = {"num_ranks": 4} if schedule == "1f1b" else {}
+    pipe = pipeline(layers, schedule, 4, partition=[1, 1, 1, 2], executor=executor, **options)
+    batch = batch_of(8)
+    pipe.eval_step(batch.args[0], target=batch.target)
+    for rows in (8, 8, 4):
+        pipe.step(batch.args[0][:rows], target=batch.target[:rows])
+    found = [record.getMessage() for record in caplog.records if "gradients of zeros" in record.getMessage()]
+    assert len(found) == 1 and "does not depend on what stage 2 gets" in found[0], found
+
+
+def test_a_loss_that_depends_on_everything_is_no_cause_for_a_warning(
+    executor: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = pipeline(schedule="zbv", executor=executor)
+    x = batch_of().args[0].clone().requires_grad_()
+    pipe.step(x, target=batch_of().target)
+    assert x.grad is not None and not caplog.records

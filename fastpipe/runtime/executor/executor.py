@@ -193,6 +193,8 @@ class NativeExecutor(Executor):
         for index, leaves, held in self._native.deferred() if self._splits else ():
             self.stages[index].deferred = frozenset(leaves)
             self.stages[index].peak_held_bytes = held
+        for index, reached in self._native.reached() if announce else ():
+            self.stages[index].reaches_inputs = reached
         start, end = spans
         return start, end
 

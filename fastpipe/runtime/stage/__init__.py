@@ -33,4 +33,4 @@ from fastpipe.runtime.stage.pairs import (
     pair_policy,
 )
 from fastpipe.runtime.stage.random_numbers import PER_MICROBATCH, Generators, RandomNumbers, RngUsage, microbatch_seed
-from fastpipe.runtime.stage.stage import Stage, warn_of_whole_weights
+from fastpipe.runtime.stage.stage import Stage, warn_of_unreached_inputs, warn_of_whole_weights

@@ -94,6 +94,7 @@ class Stage:
         running: microbatch whose forward has begun and not ended; None if there is none.
         deferred: ``_cdata`` of the parameters whose gradients are computed in W; None before the first I, and without
             the extension.
+        reaches_inputs: whether a backward has found a gradient of an input; None if no input required one.
         exchanges: whether a forward of an earlier step has called `fastpipe.all_to_all`.
         random: guards random numbers in this step; None if not needed.
         losses: its added losses and, on the last stage, the loss.
@@ -150,6 +151,7 @@ class Stage:
         wrapper = None if self.parallel is None else self.parallel.description
         self._module_call = with_recompute(module, unwrapped(module), recompute, index, wrapper)
         self.deferred: frozenset[int] | None = None
+        self.reaches_inputs: bool | None = None
         self.peak_held_bytes = 0
         self._grad_flags: tuple[bool, ...] | None = None
         self._records: dict[int, Record] = {}
@@ -366,7 +368,7 @@ class Stage:
         with self.context.as_current(Op.F, microbatch):
             outputs = self._forward(microbatch, inputs, splits, run)
         del pair._records[pair_microbatch]
-        return outputs, record.input_grads()
+        return outputs, pair._input_grads(record)
 
     def _forward(
         self, microbatch: int, inputs: Tensors, splits: bool, run: Callable[[int, Tensors], Tensors] | None = None
@@ -413,7 +415,13 @@ class Stage:
         with contextlib.nullcontext() if self.random is None else self.random.guard.backward():
             if roots:
                 torch.autograd.backward(roots, self._root_grads(microbatch, record.outputs, grads))
-        return record.input_grads()
+        return self._input_grads(record)
+
+    def _input_grads(self, record: Record) -> Tensors:
+        found = record.input_grads()
+        if found:
+            self.reaches_inputs = bool(self.reaches_inputs or record.caught)
+        return found
 
     def _root_grads(self, microbatch: int, outputs: Tensors, grads: Tensors) -> Sequence[torch.Tensor] | None:
         if not self.is_last:
@@ -505,6 +513,18 @@ def _without_lost_graphs(outputs: Tensors) -> Tensors:
     if not torch.is_grad_enabled():
         return outputs
     return tuple(t.detach() if t.requires_grad and not has_graph(t) else t for t in outputs)
+
+
+def warn_of_unreached_inputs(stages: Sequence[Stage]) -> None:
+    """Warn if earlier stages get gradients of zeros, where the unsplit model has none."""
+    for stage in stages:
+        if stage.reaches_inputs is False and not stage.is_first:
+            logger.warning(
+                "the loss does not depend on what stage %d gets from earlier stages (it is detached, say, or computed "
+                "in torch.no_grad()): their weights get gradients of zeros, where the unsplit model's get none, so "
+                "weight decay changes them. Freeze them by requires_grad_(False)",
+                stage.index,
+            )
 
 
 def warn_of_whole_weights(stages: Sequence[Stage]) -> None:

@@ -44,7 +44,16 @@ from fastpipe.runtime.coordination import (
 )
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
 from fastpipe.runtime.model import RestOfModel, StageCopies, Unfilled, flags_of
-from fastpipe.runtime.stage import IN_TURNS, NoLoss, RandomNumbers, RngUsage, Stage, StageWork, warn_of_whole_weights
+from fastpipe.runtime.stage import (
+    IN_TURNS,
+    NoLoss,
+    RandomNumbers,
+    RngUsage,
+    Stage,
+    StageWork,
+    warn_of_unreached_inputs,
+    warn_of_whole_weights,
+)
 from fastpipe.runtime.step.agreement import batch_digests, call_text, check_calls, check_replies
 from fastpipe.runtime.step.audit import Audit
 from fastpipe.runtime.step.inputs import (
@@ -185,7 +194,7 @@ class Steps:
         # the watcher's thread holds this, and must not hold the stages
         self._unblock = partial(_unblock, ranks.mesh_groups, ranks.device_events, ranks.transport)
         control.on_loss(self._unblock)
-        self._has_noted_split = False
+        self._has_noted_split = self._has_noted_unreached = False
         self.watchdog = Watchdog(control, ranks, warn_after)
         self._calls = Calls(ranks.interrupt)
 
@@ -507,6 +516,9 @@ class Steps:
         if not self._has_noted_split and any(stage.deferred is not None for stage in self.stages):
             self._has_noted_split = True
             warn_of_whole_weights(self.stages)
+        if not self._has_noted_unreached and any(stage.reaches_inputs is not None for stage in self.stages):
+            self._has_noted_unreached = True
+            warn_of_unreached_inputs(self.stages)
 
     def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply], weights: Weights) -> StepResult:
         outputs = self._outputs.gathered(self.control, self.device, replies)
