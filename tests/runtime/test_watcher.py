@@ -87,5 +87,5 @@ def test_every_loss_is_told_though_one_cannot_be_dealt_with(caplog: pytest.LogCa
     assert told == [1, 3]
     assert "out of its mind" in caplog.text
     watcher._on_failure = fail
-    watcher._report(dead(1), 1)
+    watcher.report(dead(1), 1)
     assert told == [1, 3, 1]

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -36,24 +36,27 @@ from fastpipe.runtime.coordination.host import RanksPerHost
 _MORE_SECONDS = 5.0
 """Time for processes that are delayed."""
 
-Lost = Callable[[Sequence[int]], Failure | None]
-"""Why awaited ranks cannot take part while the pipeline is built; see `Control.lost`."""
 
-
+@dataclass(eq=False, repr=False)
 class Gather(ABC):
-    """All-gather of messages between the processes of a pipeline.
+    """All-gather of messages between the processes that a control reaches: here a rank is the number of a process.
+
+    Args:
+        lost: returns why awaited ranks cannot take part; see `Control.lost`.
+        fail: makes the fatal failure of a process, None if unknown, of its cause.
 
     Attributes:
         suspected: a reported failure that makes a rank suspect in this step; any thread may set it.
-        fail: the fatal failure of a process, None if unknown, with its cause.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float, fail: Callable[[int | None, str], Failure]) -> None:
-        self.rank = rank
-        self.size = size
-        self.timeout = timeout
+    rank: int
+    size: int
+    timeout: float
+    lost: Callable[[Sequence[int]], Failure | None]
+    fail: Callable[[int | None, str], Failure]
+
+    def __post_init__(self) -> None:
         self.suspected: Failure | None = None
-        self.fail = fail
         self._deadline, self._is_last = 0.0, False
 
     @abstractmethod
@@ -98,6 +101,7 @@ class Gather(ABC):
         return FailureError(replace(late, cause=cause))
 
 
+@dataclass(eq=False, repr=False)
 class StoreGather(Gather):
     """All-gather over the store of a process group, on any hosts.
 
@@ -106,28 +110,21 @@ class StoreGather(Gather):
 
     Attributes:
         waits: the connection used for waiting.
+        written: the keys of this process's messages that others may still read.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        timeout: float,
-        gone: Callable[[RuntimeError], Failure],
-        lost: Lost,
-        fail: Callable[[int | None, str], Failure],
-    ) -> None:
-        super().__init__(rank, size, timeout, fail)
-        self.store = self.waits = store
-        self.gone = gone
-        self.lost = lost
-        self.written: list[tuple[int, str]] = []
+    store: Any
+    gone: Callable[[RuntimeError], Failure]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.waits = self.store
+        self.written: list[str] = []
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
         """Use one key per process, step and phase. Another thread asks the store, which may have stopped answering."""
         keys = [_key(step, phase, rank) for rank in range(self.size)]
-        self.written.append((step, keys[self.rank]))
+        self.written.append(keys[self.rank])
         answer = call_in_thread(lambda: self._gather(keys, message, step), "fastpipe-gather")
         breaker = CircuitBreaker(min(STORE_SECONDS, self.timeout))
         self._begin()
@@ -169,14 +166,10 @@ class StoreGather(Gather):
                 return
             time.sleep(pause)
 
-    def forget(self, step: int) -> None:
-        """Delete this process's messages up to a step that all have passed; step 0 builds the pipeline."""
-        self.forget_first(sum(number <= step for number, _ in self.written))
-
-    def forget_first(self, count: int) -> None:
+    def forget(self, count: int) -> None:
         """Delete the first messages of this process, which all have read."""
         for _ in range(count):
-            self.store.delete_key(self.written.pop(0)[1])
+            self.store.delete_key(self.written.pop(0))
 
 
 def _place(step: int, phase: str) -> str:
@@ -191,21 +184,14 @@ def _key(step: int, phase: str, rank: int | None) -> str:
     return f"{step}/{phase}/{rank}"
 
 
+@dataclass(eq=False, repr=False)
 class SharedMemoryGather(Gather):
     """All-gather through shared memory; call `offer` and `connect` before the first exchange."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        timeout: float,
-        ranks_per_host: RanksPerHost,
-        lost: Lost,
-        fail: Callable[[int | None, str], Failure],
-    ) -> None:
-        super().__init__(rank, size, timeout, fail)
-        self._lost = lost
-        self._ranks_per_host = ranks_per_host
+    ranks_per_host: RanksPerHost
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._native: Any = None
 
     def offer(self) -> Reply:
@@ -237,7 +223,7 @@ class SharedMemoryGather(Gather):
     def choose_wait(self) -> None:
         """Choose how to wait by the number of ranks on this host, once other pipelines have been built."""
         with contextlib.suppress(RuntimeError):  # a lost store is reported elsewhere
-            self._native.share_host(self._ranks_per_host.count())
+            self._native.share_host(self.ranks_per_host.count())
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
         """Exchange messages. Each begins with its process's step and phase, which must be equal on all."""
@@ -254,7 +240,7 @@ class SharedMemoryGather(Gather):
         self._begin()
         while not self._native.wait(min(self.timeout, POLL_SECONDS)):
             # signals are handled and lost processes noticed between two of these waits
-            failure = self._lost(self._native.missing())
+            failure = self.lost(self._native.missing())
             if failure is not None and self._native.missing():
                 raise FailureError(failure)
             if missing := self._overdue(self._native.missing):

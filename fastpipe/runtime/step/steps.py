@@ -461,8 +461,8 @@ class Steps:
                     self.rest.check()
             report = self._report(outcome, trace)
             # a report of losses waits for the device; if a rank was lost meanwhile, its values are invalid
-            if outcome.failure is None and not self.ranks.check(outcome):
-                report = self._report(outcome, trace)
+            if outcome.failure is None:
+                self.ranks.device_events.check()
             if self.audit is not None and request.training and outcome.failure is None:
                 report |= self.audit.report()
         except Exception as error:  # reported as the step's failure
@@ -518,10 +518,11 @@ class Steps:
             stage.end()
         return StepResult(outputs, found, self.batch.merge_rules, program, spans, weights, self.batch.metrics)
 
-    def _raise_failure(self, program: Program, outcome: Outcome, replies: Sequence[Reply]) -> None:
+    def _raise_failure(self, program: Program, outcome: Outcome, replies: Replies) -> None:
         """Raise the step's failure, if any: the original exception on the rank of origin, StepError elsewhere."""
         # causes first: ranks that missed messages after another failure report only the consequence
-        failures = [Failure(**reply[key]) for key in ("first", "failure") for reply in replies if key in reply]
+        everywhere = replies.everywhere
+        failures = [Failure(**reply[key]) for key in ("first", "failure") for reply in everywhere if key in reply]
         if not failures and self.ranks.reported is not None:
             failures = [self.ranks.reported]
         if not failures:
@@ -726,8 +727,8 @@ def _digest(flags: tuple[Any, ...]) -> int:
     return zlib.crc32(repr(flags).encode())
 
 
-def _have_failed(replies: Sequence[Reply]) -> bool:
-    return any("failure" in reply for reply in replies)
+def _have_failed(replies: Replies) -> bool:
+    return any("failure" in reply for reply in replies.everywhere)
 
 
 def _forward_only(request: Request, inputs: Inputs) -> Request:
