@@ -79,7 +79,7 @@ def test_a_peer_that_is_lost_while_a_step_is_drained_counts_more() -> None:
 
 
 def test_the_rank_of_another_pipeline_is_none_of_this_one() -> None:
-    assert [Failure(rank, "", pipeline=where).number for rank, where in ((1, ""), (1, "tp=1"), (None, ""))] == [
+    assert [Failure(rank, "", pipeline=where).native_rank for rank, where in ((1, ""), (1, "tp=1"), (None, ""))] == [
         1,
         -1,
         -1,

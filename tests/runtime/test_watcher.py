@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from fastpipe.runtime.common.failure import DIED, Failure
+from fastpipe.runtime.common.failure import DIED, Failure, FailureError
+from fastpipe.runtime.coordination.host import RanksPerHost
 from fastpipe.runtime.coordination.peers import LEFT, Lifeline, LocalPeers
-from fastpipe.runtime.coordination.processes import Watcher
+from fastpipe.runtime.coordination.processes import Processes, Watcher
 from tests.patience import PATIENCE
 
 
@@ -89,3 +90,16 @@ def test_every_loss_is_told_though_one_cannot_be_dealt_with(caplog: pytest.LogCa
     watcher._on_failure = fail
     watcher.report(dead(1), 1)
     assert told == [1, 3, 1]
+
+
+def test_who_is_elsewhere_is_named_with_its_pipeline() -> None:
+    """The numbers of the processes of a mesh go on over its pipelines; ranks do not."""
+    control = Processes(dist.HashStore(), 0, 2, 20.0, RanksPerHost(None, 0), pipelines=("tp=0", "tp=1"))
+    with pytest.raises(FailureError) as elsewhere:
+        control._shared_gather._read(3, 1, "start", b"1 end\n{}")
+    control.close()
+    failure = elsewhere.value.failure
+    assert (failure.rank, failure.pipeline) == (1, "tp=1")
+    assert failure.cause.startswith(
+        "rank 1 of the pipeline at tp=1 did not reach the start of call 1: it is at the end of call 1; "
+    )

@@ -72,7 +72,7 @@ class Control:
 
     @property
     def dead(self) -> list[Failure]:
-        """Failures of the processes that have exited or closed the pipeline, by rank; from any thread.
+        """Failures of the processes that have exited or closed the pipeline, in their order; from any thread.
 
         In a mesh also those of other pipelines.
         """

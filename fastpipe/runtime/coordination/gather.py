@@ -39,17 +39,17 @@ _MORE_SECONDS = 5.0
 
 @dataclass(eq=False, repr=False)
 class Gather(ABC):
-    """All-gather of messages between the processes that a control reaches: here a rank is the number of a process.
+    """All-gather of messages between the processes that a control reaches, which have numbers.
 
     Args:
-        lost: returns why awaited ranks cannot take part; see `Control.lost`.
+        lost: returns why awaited processes cannot take part; see `Control.lost`.
         fail: makes the fatal failure of a process, None if unknown, of its cause.
 
     Attributes:
         suspected: a reported failure that makes a rank suspect in this step; any thread may set it.
     """
 
-    rank: int
+    number: int
     size: int
     timeout: float
     lost: Callable[[Sequence[int]], Failure | None]
@@ -61,7 +61,7 @@ class Gather(ABC):
 
     @abstractmethod
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
-        """Send a message and return the messages of all processes, by rank.
+        """Send a message and return the messages of all processes, by number.
 
         Raises:
             FailureError: if a process is dead or silent, or the exchange is no longer possible.
@@ -123,8 +123,8 @@ class StoreGather(Gather):
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
         """Use one key per process, step and phase. Another thread asks the store, which may have stopped answering."""
-        keys = [_key(step, phase, rank) for rank in range(self.size)]
-        self.written.append(keys[self.rank])
+        keys = [_key(step, phase, number) for number in range(self.size)]
+        self.written.append(keys[self.number])
         answer = call_in_thread(lambda: self._gather(keys, message, step), "fastpipe-gather")
         breaker = CircuitBreaker(min(STORE_SECONDS, self.timeout))
         self._begin()
@@ -143,7 +143,7 @@ class StoreGather(Gather):
             raise FailureError(self.gone(error)) from error
 
     def _gather(self, keys: list[str], message: Reply, step: int) -> list[Reply]:
-        self.waits.set(keys[self.rank], json.dumps(message))
+        self.waits.set(keys[self.number], json.dumps(message))
         if step:
             self.waits.wait(keys, timedelta(seconds=2 * self.timeout))
         else:
@@ -151,7 +151,7 @@ class StoreGather(Gather):
         return [json.loads(reply) for reply in self.waits.multi_get(keys)]
 
     def _missing(self, keys: list[str]) -> list[int]:
-        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        return [number for number, key in enumerate(keys) if not self.store.check([key])]
 
     def _wait_watching(self, keys: list[str]) -> None:
         """Wait for the keys while the pipeline is built and no watcher runs. (`store.wait` warns at each timeout.)"""
@@ -180,8 +180,8 @@ def _place(step: int, phase: str) -> str:
     return f"the {part if part in ('start', 'end') else 'preparation'} of call {step}"
 
 
-def _key(step: int, phase: str, rank: int | None) -> str:
-    return f"{step}/{phase}/{rank}"
+def _key(step: int, phase: str, number: int) -> str:
+    return f"{step}/{phase}/{number}"
 
 
 @dataclass(eq=False, repr=False)
@@ -200,22 +200,22 @@ class SharedMemoryGather(Gather):
         if runtime is None:
             return {"no_board": native.native_status()}
         try:
-            self._native = runtime.SharedMemoryExchange(self.rank, self.size)
+            self._native = runtime.SharedMemoryExchange(self.number, self.size)
         except RuntimeError as error:
             return {"no_board": first_line(error)}
         return {"board": self._native.address()}
 
     def connect(self, offers: Sequence[Reply]) -> str:
         """Open the pages of the others; returns why that is impossible, or an empty string."""
-        for rank, offer in enumerate(offers):
+        for number, offer in enumerate(offers):
             if offer["host"] != offers[0]["host"] or not offer["host"]:
                 return "the processes are not all on one host"
             if "no_board" in offer:
-                return f"rank {rank}: {offer['no_board']}"
+                return f"{self.fail(number, '').place()}: {offer['no_board']}"
         try:
-            for rank, offer in enumerate(offers):
-                if rank != self.rank:
-                    self._native.connect(rank, *offer["board"])
+            for number, offer in enumerate(offers):
+                if number != self.number:
+                    self._native.connect(number, *offer["board"])
         except RuntimeError as error:
             return first_line(error)
         return ""
@@ -230,7 +230,7 @@ class SharedMemoryGather(Gather):
         self._native.post(f"{step} {phase}\n{json.dumps(message)}".encode())
         try:
             self._wait(step, phase, message)
-            return [self._read(rank, step, phase, text) for rank, text in enumerate(self._native.messages())]
+            return [self._read(number, step, phase, text) for number, text in enumerate(self._native.messages())]
         except FailureError:
             raise
         except RuntimeError as error:
@@ -246,16 +246,17 @@ class SharedMemoryGather(Gather):
             if missing := self._overdue(self._native.missing):
                 raise self.late(missing, step, phase, message)
 
-    def _read(self, rank: int, step: int, phase: str, text: bytes | None) -> Reply:
+    def _read(self, number: int, step: int, phase: str, text: bytes | None) -> Reply:
         if text is None:
-            raise FailureError(self.fail(rank, DIED))
+            raise FailureError(self.fail(number, DIED))
         found, _, content = text.decode().partition("\n")
         if found != f"{step} {phase}":
             their_step, _, their_phase = found.partition(" ")
+            who, there = self.fail(number, "").place(), _place(int(their_step), their_phase)
             cause = (
-                f"rank {rank} did not reach {_place(step, phase)}: it is at {_place(int(their_step), their_phase)}; "
-                "build pipelines, and make the same calls, in the same order on every rank"
+                f"{who} did not reach {_place(step, phase)}: it is at {there}; build pipelines, and make the same "
+                "calls, in the same order on every rank"
             )
-            raise FailureError(self.fail(rank, cause))
+            raise FailureError(self.fail(number, cause))
         reply: Reply = json.loads(content)
         return reply

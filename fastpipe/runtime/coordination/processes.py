@@ -35,6 +35,7 @@ from fastpipe.runtime.common import (
     cloned,
     end_child,
     first_line,
+    listed,
     logged,
     pauses,
 )
@@ -72,7 +73,7 @@ class Processes(Control):
         size: int,
         timeout: float,
         ranks_per_host: RanksPerHost,
-        identity: Callable[[int], Identity | None] = lambda rank: None,
+        identity: Callable[[int], Identity | None] = lambda number: None,
         pipelines: Sequence[str] = ("",),
         own_store: Any = None,
     ) -> None:
@@ -99,8 +100,8 @@ class Processes(Control):
         """The fatal failure of a process."""
         if process is None:
             return Failure(None, cause, is_fatal=True)
-        number, rank = divmod(process, self.size)
-        return Failure(rank, cause, is_fatal=True, pipeline=self._pipelines[number])
+        pipeline, rank = divmod(process, self.size)
+        return Failure(rank, cause, is_fatal=True, pipeline=self._pipelines[pipeline])
 
     def _dead_here(self) -> list[Failure]:
         return [failure for failure in self.dead if failure.pipeline == self.pipeline]
@@ -110,19 +111,20 @@ class Processes(Control):
         identity = self._local_peers.identity() | self._shared_gather.offer()
         replies = self._gather_all("setup", identity | message)
         near = [same_host(replies[0], reply) and replies[0]["can_watch"] and reply["can_watch"] for reply in replies]
-        far = [rank for rank in range(1, self.num_processes) if not near[rank]]
+        far = [number for number in range(1, self.num_processes) if not near[number]]
         own: Reply = {"connected": self._connect_hosts(far), "woken": self._local_peers.connect(self.number, replies)}
         answers = self._gather_all("connection", own | {"why": self._shared_gather.connect(replies)})
-        self._lifeline.keep([rank for rank, answer in enumerate(answers) if self.number in answer["connected"]])
-        missed = [rank for rank in far if rank not in answers[0]["connected"] or 0 not in answers[rank]["connected"]]
+        self._lifeline.keep([number for number, answer in enumerate(answers) if self.number in answer["connected"]])
+        missed = [n for n in far if n not in answers[0]["connected"] or 0 not in answers[n]["connected"]]
         if missed:
-            logger.warning("ranks %s cannot connect to rank 0: their exits are detected after the timeout", missed)
-        unwatched = [rank for rank, reply in enumerate(replies) if not reply["can_watch"]]
-        self.remark = f"pidfd_open is denied on ranks {unwatched}: {_UNWATCHED}" if unwatched else ""
+            names = listed(map(self.name_of, missed), None)
+            logger.warning("%s cannot connect to rank 0: their exits are detected after the timeout", names)
+        unwatched = [self.name_of(number) for number, reply in enumerate(replies) if not reply["can_watch"]]
+        self.remark = f"pidfd_open is denied on {listed(unwatched, None)}: {_UNWATCHED}" if unwatched else ""
         others = [answer for process, answer in enumerate(answers) if process != self.number]
         polls = not all(self.number in answer["woken"] for answer in others)
         self._watcher.start(polls, cloned(self._store, self._timeout))
-        why = next((f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]), None)
+        why = next((f"{self.name_of(n)}: {answer['why']}" for n, answer in enumerate(answers) if answer["why"]), None)
         if why is None:
             self._gather = self._shared_gather
         else:
@@ -153,10 +155,10 @@ class Processes(Control):
         """The first failure while the pipeline is built; also watch processes that have started since."""
         if (failure := read_failure(self._store, self.step)) is not None:
             return failure
-        for rank in range(self.num_processes):
-            unknown = rank != self.number and rank not in self._local_peers.processes
-            if unknown and (identity := self._identity(rank)) is not None:
-                self._local_peers.watch(rank, identity)
+        for number in range(self.num_processes):
+            unknown = number != self.number and number not in self._local_peers.processes
+            if unknown and (identity := self._identity(number)) is not None:
+                self._local_peers.watch(number, identity)
         return None
 
     def begin(self, on_failure: Callable[[Failure], None]) -> None:
@@ -227,7 +229,7 @@ class Processes(Control):
         """Write a failure into the store, unless another process was faster, and wake the others."""
         end_child(self._process, failure.cause)
         failure = self._here(failure)
-        ends_mesh = bool(self.pipeline and self.step)
+        ends_mesh = bool(self.pipeline and self.step)  # fatal for all its pipelines
         if ends_mesh:
             if not failure.is_fatal:
                 # a collective may have raised because a process exits, which closes its connections first
@@ -240,7 +242,7 @@ class Processes(Control):
         first = self._breaker.call(lambda: self._watcher.publish(failure), failure)
         self._note(first)  # of which this one may be a consequence
         self._note(failure)
-        if ends_mesh:
+        if ends_mesh:  # for this process, too
             self._watcher.report(first, self.step)
         return first
 
@@ -439,16 +441,16 @@ class Watcher:
     def find_dead(self, step: int) -> dict[int, Failure]:
         """Failures of the processes that cannot take part in a step: exited, or closed the pipeline; by number."""
         ended = self.lifeline.ended()
-        found = {rank: cause for rank, (cause, last_step) in ended.items() if last_step < step}
+        found = {number: cause for number, (cause, last_step) in ended.items() if last_step < step}
         found |= dict.fromkeys(self.local_peers.ended(), DIED)
         # after the exits: a process that closes its pipeline reports that before it exits
         self.local_peers.drain()
-        for rank, last_step in list(self.local_peers.closed.items()):
+        for number, last_step in list(self.local_peers.closed.items()):
             if last_step >= step:
-                found.pop(rank, None)
+                found.pop(number, None)
             else:  # a process that failed to build it has published why, which is read first
-                found[rank] = LEFT
-        return {process: self._fail(process, cause) for process, cause in sorted(found.items())}
+                found[number] = LEFT
+        return {number: self._fail(number, cause) for number, cause in sorted(found.items())}
 
     def report(self, failure: Failure, step: int) -> None:
         """Pass a failure to the step, unless it has ended."""
@@ -479,8 +481,8 @@ def read_failure(store: Any, step: int) -> Failure | None:
     return Failure(**json.loads(text)) if text else None
 
 
-def _place_key(within: str, rank: int) -> str:
-    return f"place/{within}/{rank}"
+def _place_key(within: str, number: int) -> str:
+    return f"place/{within}/{number}"
 
 
 def _key(step: int) -> str:
