@@ -106,13 +106,13 @@ class CircuitBreaker:
 
 
 def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[float]:
-    """Yield pauses while a pipeline is built, until the time is over; the first are short.
+    """`pauses` in which a loss is detected.
 
     Args:
         lost: returns the failure that keeps another process from answering, if any.
 
     Raises:
-        FailureError: if a process cannot answer. Slow processes are waited for.
+        FailureError: if there is one. Slow processes are waited for.
     """
     next_look = time.monotonic()
     for pause in pauses(seconds):

@@ -66,7 +66,7 @@ from fastpipe.runtime.step.result import (
     weights_of,
 )
 from fastpipe.runtime.step.watchdog import Watchdog, places_text
-from fastpipe.runtime.transport import MeshGroups, Transport
+from fastpipe.runtime.transport import MeshGroups, SharedCall, Transport
 
 
 def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
@@ -601,7 +601,7 @@ class Steps:
         call: str,
         make: Callable[[], Reply],
         then: Callable[[Replies], None] | None = None,
-        lost: Callable[[], Failure | None] | None = None,
+        shared: SharedCall | None = None,
     ) -> Replies:
         """Gather a message from every process, between steps.
 
@@ -609,13 +609,14 @@ class Steps:
             call: the name of the call, the same on every rank.
             make: returns the message; an exception is an error on every rank.
             then: called with the messages, for collective work; see `_together`.
-            lost: returns the failure of a process of another pipeline that takes part in that work, if any.
+            shared: the call, if other pipelines take part in that work.
 
         Raises:
             StepError: if another process failed, is dead or is silent.
             ValueError: if the ranks make different calls.
         """
-        with self._calls.entered(), self._exchanging():
+        published = contextlib.nullcontext() if shared is None else shared.published()
+        with published, self._calls.entered(), self._exchanging():
             message: Reply = {"call": call}
             errors: list[BaseException] = []
             try:
@@ -624,7 +625,7 @@ class Steps:
                 errors.append(error)
             replies = self._agree(message, errors, f"failed in {call}")
             if then is not None:
-                self._together(call, partial(then, replies), lost)
+                self._together(call, partial(then, replies), shared)
             return replies
 
     @contextlib.contextmanager
@@ -636,16 +637,14 @@ class Steps:
         finally:
             self._part_of = ""
 
-    def _together(
-        self, call: str, work: Callable[[], None], lost_elsewhere: Callable[[], Failure | None] | None
-    ) -> None:
+    def _together(self, call: str, work: Callable[[], None], shared: SharedCall | None) -> None:
         """Run collective work in a thread, which gets this thread's stream and no other state of it.
 
         The work may take any time. In rounds of an exchange the ranks tell each other whether theirs has ended. So a
         silent rank is named after the timeout, and all learn of an error that is raised on one rank alone. If all have
         ended, the pipeline can be used further.
         """
-        if self.control.is_alone and lost_elsewhere is None:
+        if self.control.is_alone and (shared is None or not shared.is_shared):
             return work()
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
@@ -655,7 +654,7 @@ class Steps:
             work()
 
         def lost() -> Failure | None:
-            elsewhere = None if lost_elsewhere is None else lost_elsewhere()
+            elsewhere = None if shared is None else shared.lost()
             return self.control.lost() or (elsewhere and replace(elsewhere, cause=f"{call}: {elsewhere.cause}"))
 
         self.watchdog.phase = f"is in {call}"
