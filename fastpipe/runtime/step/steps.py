@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, replace
 from functools import lru_cache, partial, reduce
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -126,6 +126,7 @@ _COMPARED_WHOLE, _COMPARED_EVERY = 2, 256
 steps they compare a sample of the CPU tensors."""
 _ROUND_SECONDS = 5.0
 """After this time ranks in collective work tell each other that they are alive."""
+Value = TypeVar("Value")
 _MAX_SIGNATURES = 64
 """The number of cached input signatures; other signatures cost a step with headers."""
 
@@ -245,36 +246,8 @@ class Steps:
 
     def _agree_on_inputs(self, request: Request) -> tuple[Inputs, Replies]:
         """Take the inputs on every process; if one fails, all raise."""
-        errors: list[BaseException] = []
-        inputs = Inputs()
-        message: Reply = {"call": self._part_of + call_text(request) + self.random.call_text(self.audit is not None)}
-        try:
-            message["changes"] = self.copies.prepare()
-            self.rest.check_unchanged()
-            self.check_filled()
-            self.ranks.check_modes()
-            self._check_trains(request)
-            self.random.check_free(self._has_pairs(request))
-            for stage in self.stages:
-                if stage.parallel is not None:
-                    stage.parallel.prepare()
-            message["unreduced"] = request.training and request.reduces and has_unreduced_parameters(self.stages)
-            inputs = take_inputs(request, self.batch, self.stages)
-            signature = self._signature(request, inputs)
-            message |= {"rows": inputs.counted, "whole": inputs.whole, "signature": signature}
-            if self.ranks.pairs == IN_TURNS:
-                message["random"] = astuple(self.random.usage(request.training, self._flags))
-            message |= {"divisors": inputs.divisors, "unknown": inputs.unknown}
-            if self.control.pipeline:
-                message["modes"] = self._modes()
-            if not self.control.is_alone:
-                number = self.control.step
-                compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
-                message["batch"] = batch_digests(request, inputs, compares_all)
-        except BaseException as error:  # raised again by `_agree`, after the exchange
-            errors.append(error)
-        message["kwargs"] = inputs.given()
-        replies = self._agree(message, errors, "refused its input")
+        call = self._part_of + call_text(request) + self.random.call_text(self.audit is not None)
+        inputs, replies = self._agree(call, partial(self._take_inputs, request), "refused its input")
         with self._published(ValueError):
             check_replies(request, replies, self.control.pipeline)
         with self._published():
@@ -285,6 +258,31 @@ class Steps:
             if self.unfilled is not None:
                 self._use_values()
         return inputs, replies
+
+    def _take_inputs(self, request: Request) -> tuple[Inputs, Reply]:
+        """The inputs of this process, and its message to the others."""
+        message: Reply = {"changes": self.copies.prepare()}
+        self.rest.check_unchanged()
+        self.check_filled()
+        self.ranks.check_modes()
+        self._check_trains(request)
+        self.random.check_free(self._has_pairs(request))
+        for stage in self.stages:
+            if stage.parallel is not None:
+                stage.parallel.prepare()
+        message["unreduced"] = request.training and request.reduces and has_unreduced_parameters(self.stages)
+        inputs = take_inputs(request, self.batch, self.stages)
+        message |= {"rows": inputs.counted, "whole": inputs.whole, "signature": self._signature(request, inputs)}
+        message |= {"divisors": inputs.divisors, "unknown": inputs.unknown, "kwargs": inputs.given()}
+        if self.ranks.pairs == IN_TURNS:
+            message["random"] = astuple(self.random.usage(request.training, self._flags))
+        if self.control.pipeline:
+            message["modes"] = self._modes()
+        if not self.control.is_alone:
+            number = self.control.step
+            compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
+            message["batch"] = batch_digests(request, inputs, compares_all)
+        return inputs, message
 
     def _check_trains(self, request: Request) -> None:
         """Refuse a training step that computes no gradients."""
@@ -313,25 +311,34 @@ class Steps:
         self.copies.equalise(initialised=True)
         self.unfilled = None
 
-    def _agree(self, message: Reply, errors: list[BaseException], refusal: str) -> Replies:
-        """Exchange the messages at the start; a rank that cannot start is an error on every rank.
+    def _agree(self, call: str, make: Callable[[], tuple[Value, Reply]], refusal: str) -> tuple[Value, Replies]:
+        """Exchange the messages at the start of a call; a rank that cannot start is an error on every rank.
 
         Args:
-            errors: what keeps this rank from it, if anything; cleared, as the frames that it holds have this list.
+            call: must be the same on every rank.
+            make: returns what this rank keeps for the call, and its message.
+            refusal: what a rank did that raises an exception in it, for the others.
         """
-        failure = Failure(self.control.rank, cause_text(errors[0])) if errors else None
+        error: BaseException | None = None
+        own: Reply = {}
         try:
+            made, own = make()
+        except BaseException as found:  # raised below, after the exchange
+            error = found
+        try:
+            failure = None if error is None else Failure(self.control.rank, cause_text(error))
             with self._published():
-                replies, refused = exchange_or_refuse(partial(self.control.exchange, "start"), message, failure)
+                exchange = partial(self.control.exchange, "start")
+                replies, refused = exchange_or_refuse(exchange, {"call": call} | own, failure)
             # first: an error may be the consequence, as of a collective within the mesh whose peer made another call
             check_calls(replies)
-            if errors:
-                raise errors[0]
+            if error is not None:
+                raise error
         finally:
-            errors.clear()
+            del error  # breaks the cycle of exception and frame
         if refused is not None:
             raise refused.error(refusal)
-        return replies
+        return made, replies
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
         """Everything that may change a shape, a dtype or a gradient flag between stages."""
@@ -617,13 +624,7 @@ class Steps:
         """
         published = contextlib.nullcontext() if shared is None else shared.published()
         with published, self._calls.entered(), self._exchanging():
-            message: Reply = {"call": call}
-            errors: list[BaseException] = []
-            try:
-                message |= make()
-            except BaseException as error:  # raised again by `_agree`, after the exchange
-                errors.append(error)
-            replies = self._agree(message, errors, f"failed in {call}")
+            _, replies = self._agree(call, lambda: (None, make()), f"failed in {call}")
             if then is not None:
                 self._together(call, partial(then, replies), shared)
             return replies
