@@ -1,5 +1,6 @@
 """The watcher's thread: whom it takes for lost, what it hears while it looks, and that nothing it tells ends it."""
 
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -40,6 +41,14 @@ def test_who_closes_its_pipeline_before_it_ends_is_not_lost(watcher: Watcher, pa
     own.gone.add(1)
     assert watcher.find_dead(4) == ({} if parts else {1: dead(1)})
     assert watcher.find_dead(5) == {1: dead(1, LEFT if parts else DIED)}
+
+
+@pytest.mark.parametrize("text", [b"\xff:1 4", "ä:1 4".encode(), b"stranger:1 4", b"", b":"])
+def test_what_a_stranger_sends_is_ignored(watcher: Watcher, text: bytes) -> None:
+    """Every process of the host can send to the socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.sendto(text, watcher.local_peers.wakeup.getsockname())
+    assert watcher.find_dead(5) == {}
 
 
 def test_a_step_that_begins_while_others_look_is_looked_after(watcher: Watcher) -> None:

@@ -151,8 +151,8 @@ class LocalPeers:
         """Read all pending datagrams."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                secret, _, word = self.wakeup.recv(256, socket.MSG_DONTWAIT).decode(errors="replace").partition(":")
-                if word and hmac.compare_digest(secret, self._secret):
+                secret, _, word = self.wakeup.recv(256, socket.MSG_DONTWAIT).partition(b":")
+                if word and hmac.compare_digest(secret, self._secret.encode()):
                     number, last_step = map(int, word.split())
                     self.closed[number] = last_step
 
