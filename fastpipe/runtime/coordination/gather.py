@@ -43,7 +43,7 @@ class Gather(ABC):
 
     Args:
         lost: returns why awaited processes cannot take part; see `Control.lost`.
-        fail: makes the fatal failure of a process, None if unknown, of its cause.
+        failure: makes the fatal failure of a process, None if unknown, of its cause.
 
     Attributes:
         suspected: a reported failure that makes a rank suspect in this step; any thread may set it.
@@ -53,7 +53,7 @@ class Gather(ABC):
     size: int
     timeout: float
     lost: Callable[[Sequence[int]], Failure | None]
-    fail: Callable[[int | None, str], Failure]
+    failure: Callable[[int | None, str], Failure]
 
     def __post_init__(self) -> None:
         self.suspected: Failure | None = None
@@ -91,10 +91,10 @@ class Gather(ABC):
 
     def late(self, missing: Sequence[int], step: int, phase: str, message: Reply) -> FailureError:
         """The error for processes that run and do not answer a message."""
-        places = [self.fail(process, "") for process in missing]
+        places = [self.failure(process, "") for process in missing]
         ranks = ", ".join(f.place().removeprefix("rank ") for f in places)
         advice = "make the same calls on every rank" if step else "build it on every rank, all with the same group"
-        place = _place(step, phase) + (f" ({message['call']})" if "call" in message else "")
+        place = _phase_text(step, phase) + (f" ({message['call']})" if "call" in message else "")
         cause = f"rank {ranks} did not reach {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
         suspected = self.suspected and (self.suspected.rank, self.suspected.pipeline)
         late = next((f for f in places if (f.rank, f.pipeline) == suspected), places[0])
@@ -172,7 +172,7 @@ class StoreGather(Gather):
             self.store.delete_key(self.written.pop(0))
 
 
-def _place(step: int, phase: str) -> str:
+def _phase_text(step: int, phase: str) -> str:
     """A phase in words."""
     if step == 0:
         return "the construction of the pipeline"
@@ -211,7 +211,7 @@ class SharedMemoryGather(Gather):
             if offer["host"] != offers[0]["host"] or not offer["host"]:
                 return "the processes are not all on one host"
             if "no_board" in offer:
-                return f"{self.fail(number, '').place()}: {offer['no_board']}"
+                return f"{self.failure(number, '').place()}: {offer['no_board']}"
         try:
             for number, offer in enumerate(offers):
                 if number != self.number:
@@ -248,15 +248,15 @@ class SharedMemoryGather(Gather):
 
     def _read(self, number: int, step: int, phase: str, text: bytes | None) -> Reply:
         if text is None:
-            raise FailureError(self.fail(number, DIED))
+            raise FailureError(self.failure(number, DIED))
         found, _, content = text.decode().partition("\n")
         if found != f"{step} {phase}":
             their_step, _, their_phase = found.partition(" ")
-            who, there = self.fail(number, "").place(), _place(int(their_step), their_phase)
+            who, there = self.failure(number, "").place(), _phase_text(int(their_step), their_phase)
             cause = (
-                f"{who} did not reach {_place(step, phase)}: it is at {there}; build pipelines, and make the same "
+                f"{who} did not reach {_phase_text(step, phase)}: it is at {there}; build pipelines, and make the same "
                 "calls, in the same order on every rank"
             )
-            raise FailureError(self.fail(number, cause))
+            raise FailureError(self.failure(number, cause))
         reply: Reply = json.loads(content)
         return reply

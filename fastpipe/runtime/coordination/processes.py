@@ -289,10 +289,10 @@ class Watcher:
     """
 
     def __init__(
-        self, store: Any, local_peers: LocalPeers, lifeline: Lifeline, fail: Callable[[int, str], Failure]
+        self, store: Any, local_peers: LocalPeers, lifeline: Lifeline, failure: Callable[[int, str], Failure]
     ) -> None:
         self.store = store
-        self._fail = fail
+        self._failure = failure
         self.local_peers = local_peers
         self.lifeline = lifeline
         self.polls = True
@@ -450,7 +450,7 @@ class Watcher:
                 found.pop(number, None)
             else:  # a process that failed to build it has published why, which is read first
                 found[number] = LEFT
-        return {number: self._fail(number, cause) for number, cause in sorted(found.items())}
+        return {number: self._failure(number, cause) for number, cause in sorted(found.items())}
 
     def report(self, failure: Failure, step: int) -> None:
         """Pass a failure to the step, unless it has ended."""
