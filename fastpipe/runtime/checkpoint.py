@@ -15,6 +15,7 @@ may differ between ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -526,31 +527,15 @@ def save_checkpoint(
 
     def write(replies: Sequence[Reply]) -> None:
         check_all_optimize(replies)
-        if not asynchronous:
-            with _lost_named(pipe, group), shared.collective(CheckpointException):
-                return _write(writers[0], state, group)
-        timeout = pipe._steps.ranks.timeout
-        # the script uses the other one meanwhile
-        with _lost_named(pipe, group):
-            side = side_group("save_checkpoint", group, timeout)
-        peers = _Peers(pipe._steps.control, timeout, call, lambda: pipe._site.member.lost_in(side))
+        write_over = functools.partial(_write, writers[0], state)
+        if asynchronous:
+            started.append(_in_background(write_over, path, pipe, group, call, shared))
+            return
+        with _lost_named(pipe, group), shared.collective(CheckpointException):
+            write_over(group)
 
-        def lost() -> Failure | None:
-            return peers.lost() or (None if shared.watch is None else shared.watch())
-
-        def write_aside() -> None:
-            with _errors_of_dcp(call, pipe, side), shared.published(), peers.explained():
-                try:
-                    with shared.collective(CheckpointException):
-                        attended(lambda: _write(writers[0], state, side), lost, timedelta.max, opens=False)
-                except Exception:  # raised again; errors within DCP's steps, of which all learn, are BaseExceptions
-                    drop_side_group("save_checkpoint", group)
-                    raise
-
-        started.append(_in_background(write_aside, path))
-
-    with _errors_of_dcp(call, pipe, group), shared.published():
-        pipe._steps.all_gather(call, gather, write, shared.watch)
+    with _errors_of_dcp(call, pipe, group):
+        pipe._steps.all_gather(call, gather, write, shared)
     return started[0] if started else None
 
 
@@ -659,16 +644,35 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def _in_background(write: Callable[[], Any], path: Any) -> Future[Any]:
-    """Write in a thread.
+def _in_background(
+    write: Callable[[Any], None], path: Any, pipe: Pipeline, group: Any, call: str, shared: SharedCall
+) -> Future[Any]:
+    """Write in a thread, over another group, as the script uses its own meanwhile. Collective.
 
     Args:
-        write: returns when the state is written, or raises; it ends soon if a process is lost, as the interpreter
-            waits for it when it exits.
+        write: writes the state over a group.
     """
+    timeout = pipe._steps.ranks.timeout
+    with _lost_named(pipe, group):
+        side = side_group("save_checkpoint", group, timeout)
+    peers = _Peers(pipe._steps.control, timeout, call, lambda: pipe._site.member.lost_in(side))
+
+    def lost() -> Failure | None:
+        return peers.lost() or shared.lost()
+
+    def write_aside() -> None:
+        with _errors_of_dcp(call, pipe, side), shared.published(), peers.explained():
+            try:
+                # it ends soon if a process is lost, as the interpreter waits for this thread when it exits
+                with shared.collective(CheckpointException):
+                    attended(lambda: write(side), lost, timedelta.max, opens=False)
+            except Exception:  # raised again; errors within DCP's steps, of which all learn, are BaseExceptions
+                drop_side_group("save_checkpoint", group)
+                raise
+
     thread = ThreadPoolExecutor(1, "fastpipe-save")  # joined when the interpreter exits
     _pending.append(_Writing(_shown(path)))
-    thread.submit(write).add_done_callback(_pending[-1].copy_outcome)
+    thread.submit(write_aside).add_done_callback(_pending[-1].copy_outcome)
     thread.shutdown(wait=False)
     return _pending[-1]
 
@@ -743,8 +747,8 @@ def load_checkpoint(
         with _lost_named(pipe, group), shared.collective(CheckpointException):
             load(state, storage_reader=readers[0], process_group=group, no_dist=not dist.is_initialized())
 
-    with _errors_of_dcp(call, pipe, group), shared.published():
-        pipe._steps.all_gather(call, prepare, read, shared.watch)
+    with _errors_of_dcp(call, pipe, group):
+        pipe._steps.all_gather(call, prepare, read, shared)
     converted = _converted(pipe, saved)
     return restore_together(pipe, optimizers, lambda: {**state, "converted": converted}, call)
 

@@ -147,7 +147,7 @@ class World:
 
     def lost(self) -> Failure | None:
         """The failure that keeps another process, also of a replica, from building its pipeline, if any."""
-        return self.control.lost() or (None if self.replicas.watch is None else self.replicas.watch())
+        return self.control.lost() or self.replicas.lost()
 
 
 def find_world(arguments: Arguments) -> World:

@@ -294,8 +294,7 @@ class MemoryCheckpoint:
                 collective(replies)
 
         try:
-            with shared.published():
-                return self._pipe._steps.all_gather(call, make, work if collective else None, shared.watch)
+            return self._pipe._steps.all_gather(call, make, work if collective else None, shared)
         except BaseException:  # raised again
             drop_side_group("MemoryCheckpoint", None)  # a process may still wait in a collective of it
             raise

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fastpipe.runtime.common.waits import CircuitBreaker, pauses
+from fastpipe.runtime.common.failure import FailureError
+from fastpipe.runtime.common.waits import CircuitBreaker, cloned, pauses
 from tests import scripts
 from tests.conftest import skip_without_native
 
@@ -39,6 +40,18 @@ def test_who_does_not_answer_is_asked_again_only_after_the_answer() -> None:
             return
         time.sleep(pause)
     pytest.fail("not asked again")
+
+
+def test_a_store_that_gives_no_connection_is_named() -> None:
+    over = threading.Event()
+
+    class Stopped:
+        def clone(self) -> None:
+            over.wait()
+
+    with pytest.raises(FailureError, match="the store of the process group did not answer within 0.1 s; see whether"):
+        cloned(Stopped(), 0.1)
+    over.set()
 
 
 _EXIT = """

@@ -1,14 +1,16 @@
 """The watcher's thread: whom it takes for lost, what it hears while it looks, and that nothing it tells ends it."""
 
+import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
-from fastpipe.runtime.common.failure import DIED, Failure
+from fastpipe.runtime.common.failure import DIED, Failure, FailureError
+from fastpipe.runtime.coordination.host import RanksPerHost
 from fastpipe.runtime.coordination.peers import LEFT, Lifeline, LocalPeers
-from fastpipe.runtime.coordination.processes import Watcher
+from fastpipe.runtime.coordination.processes import Processes, Watcher
 from tests.patience import PATIENCE
 
 
@@ -39,6 +41,14 @@ def test_who_closes_its_pipeline_before_it_ends_is_not_lost(watcher: Watcher, pa
     own.gone.add(1)
     assert watcher.find_dead(4) == ({} if parts else {1: dead(1)})
     assert watcher.find_dead(5) == {1: dead(1, LEFT if parts else DIED)}
+
+
+@pytest.mark.parametrize("text", [b"\xff:1 4", "ä:1 4".encode(), b"stranger:1 4", b"", b":"])
+def test_what_a_stranger_sends_is_ignored(watcher: Watcher, text: bytes) -> None:
+    """Every process of the host can send to the socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.sendto(text, watcher.local_peers.wakeup.getsockname())
+    assert watcher.find_dead(5) == {}
 
 
 def test_a_step_that_begins_while_others_look_is_looked_after(watcher: Watcher) -> None:
@@ -87,5 +97,18 @@ def test_every_loss_is_told_though_one_cannot_be_dealt_with(caplog: pytest.LogCa
     assert told == [1, 3]
     assert "out of its mind" in caplog.text
     watcher._on_failure = fail
-    watcher._report(dead(1), 1)
+    watcher.report(dead(1), 1)
     assert told == [1, 3, 1]
+
+
+def test_who_is_elsewhere_is_named_with_its_pipeline() -> None:
+    """The numbers of the processes of a mesh go on over its pipelines; ranks do not."""
+    control = Processes(dist.HashStore(), 0, 2, 20.0, RanksPerHost(None, 0), pipelines=("tp=0", "tp=1"))
+    with pytest.raises(FailureError) as elsewhere:
+        control._shared_gather._read(3, 1, "start", b"1 end\n{}")
+    control.close()
+    failure = elsewhere.value.failure
+    assert (failure.rank, failure.pipeline) == (1, "tp=1")
+    assert failure.cause.startswith(
+        "rank 1 of the pipeline at tp=1 did not reach the start of call 1: it is at the end of call 1; "
+    )

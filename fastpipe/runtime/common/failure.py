@@ -48,7 +48,7 @@ class Failure:
     pipeline: str = ""
 
     @property
-    def number(self) -> int:
+    def native_rank(self) -> int:
         """The rank for C++: -1 if unknown, or if it may be one of another pipeline."""
         return -1 if self.rank is None or self.pipeline else self.rank
 

@@ -106,13 +106,13 @@ class CircuitBreaker:
 
 
 def waiting(seconds: float, lost: Callable[[], Failure | None]) -> Iterator[float]:
-    """Yield pauses while a pipeline is built, until the time is over; the first are short.
+    """`pauses` in which a loss is detected.
 
     Args:
         lost: returns the failure that keeps another process from answering, if any.
 
     Raises:
-        FailureError: if a process cannot answer. Slow processes are waited for.
+        FailureError: if there is one. Slow processes are waited for.
     """
     next_look = time.monotonic()
     for pause in pauses(seconds):
@@ -177,18 +177,13 @@ def attended(
     )
 
 
-def cloned(store: Any, timeout: float) -> Any:
-    """Another connection to a store, in at most ``timeout`` seconds; FailureError if it cannot be reached."""
-    return attended(store.clone, lambda: None, timedelta(seconds=timeout))
-
-
 def silent_store(seconds: float) -> str:
     """The cause of a failure if the store does not answer."""
     return f"the store of the process group did not answer within {seconds:g} s"
 
 
 class StoreWithTimeout:
-    """A store during construction: raises if it does not answer within the timeout."""
+    """A store that raises if it does not answer within the timeout; asked in a thread, which is then abandoned."""
 
     def __init__(self, store: Any, timeout: float) -> None:
         self._store, self._timeout = store, timeout
@@ -204,3 +199,14 @@ class StoreWithTimeout:
             return answer.result()
 
         return ask
+
+
+def cloned(store: Any, timeout: float) -> Any:
+    """Another connection to a store.
+
+    Raises:
+        FailureError: if the store does not answer within ``timeout`` seconds.
+        OSError: if this process has no free descriptor, for lack of which c10d tries until a timeout.
+    """
+    check_descriptors()
+    return StoreWithTimeout(store, timeout).clone()

@@ -72,7 +72,7 @@ class Control:
 
     @property
     def dead(self) -> list[Failure]:
-        """Failures of the processes that have exited or closed the pipeline, by rank; from any thread.
+        """Failures of the processes that have exited or closed the pipeline, in their order; from any thread.
 
         In a mesh also those of other pipelines.
         """
@@ -153,13 +153,13 @@ def exchange_or_refuse(
         failure: what keeps this process from the action, if anything.
 
     Returns:
-        The messages of all, and the failure of the lowest rank that has one.
+        The messages of all, and the failure of the lowest rank that has one, of this pipeline if possible.
 
     Raises:
         FailureError: if a process is dead or silent, or the store is gone.
     """
     replies = exchange(message if failure is None else message | {"failure": asdict(failure)})
-    failures = (Failure(**reply["failure"]) for reply in replies if "failure" in reply)
+    failures = (Failure(**reply["failure"]) for reply in replies.everywhere if "failure" in reply)
     return replies, next(failures, None)
 
 

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -36,29 +36,32 @@ from fastpipe.runtime.coordination.host import RanksPerHost
 _MORE_SECONDS = 5.0
 """Time for processes that are delayed."""
 
-Lost = Callable[[Sequence[int]], Failure | None]
-"""Why awaited ranks cannot take part while the pipeline is built; see `Control.lost`."""
 
-
+@dataclass(eq=False, repr=False)
 class Gather(ABC):
-    """All-gather of messages between the processes of a pipeline.
+    """All-gather of messages between the processes that a control reaches, which have numbers.
+
+    Args:
+        lost: returns why awaited processes cannot take part; see `Control.lost`.
+        failure: makes the fatal failure of a process, None if unknown, of its cause.
 
     Attributes:
         suspected: a reported failure that makes a rank suspect in this step; any thread may set it.
-        fail: the fatal failure of a process, None if unknown, with its cause.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float, fail: Callable[[int | None, str], Failure]) -> None:
-        self.rank = rank
-        self.size = size
-        self.timeout = timeout
+    number: int
+    size: int
+    timeout: float
+    lost: Callable[[Sequence[int]], Failure | None]
+    failure: Callable[[int | None, str], Failure]
+
+    def __post_init__(self) -> None:
         self.suspected: Failure | None = None
-        self.fail = fail
         self._deadline, self._is_last = 0.0, False
 
     @abstractmethod
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
-        """Send a message and return the messages of all processes, by rank.
+        """Send a message and return the messages of all processes, by number.
 
         Raises:
             FailureError: if a process is dead or silent, or the exchange is no longer possible.
@@ -88,16 +91,17 @@ class Gather(ABC):
 
     def late(self, missing: Sequence[int], step: int, phase: str, message: Reply) -> FailureError:
         """The error for processes that run and do not answer a message."""
-        places = [self.fail(process, "") for process in missing]
+        places = [self.failure(process, "") for process in missing]
         ranks = ", ".join(f.place().removeprefix("rank ") for f in places)
         advice = "make the same calls on every rank" if step else "build it on every rank, all with the same group"
-        place = _place(step, phase) + (f" ({message['call']})" if "call" in message else "")
+        place = _phase_text(step, phase) + (f" ({message['call']})" if "call" in message else "")
         cause = f"rank {ranks} did not reach {place} within {self.timeout:g} s; {advice}, or set a longer timeout"
         suspected = self.suspected and (self.suspected.rank, self.suspected.pipeline)
         late = next((f for f in places if (f.rank, f.pipeline) == suspected), places[0])
         return FailureError(replace(late, cause=cause))
 
 
+@dataclass(eq=False, repr=False)
 class StoreGather(Gather):
     """All-gather over the store of a process group, on any hosts.
 
@@ -106,28 +110,21 @@ class StoreGather(Gather):
 
     Attributes:
         waits: the connection used for waiting.
+        written: the keys of this process's messages that others may still read.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        timeout: float,
-        gone: Callable[[RuntimeError], Failure],
-        lost: Lost,
-        fail: Callable[[int | None, str], Failure],
-    ) -> None:
-        super().__init__(rank, size, timeout, fail)
-        self.store = self.waits = store
-        self.gone = gone
-        self.lost = lost
-        self.written: list[tuple[int, str]] = []
+    store: Any
+    gone: Callable[[RuntimeError], Failure]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.waits = self.store
+        self.written: list[str] = []
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
         """Use one key per process, step and phase. Another thread asks the store, which may have stopped answering."""
-        keys = [_key(step, phase, rank) for rank in range(self.size)]
-        self.written.append((step, keys[self.rank]))
+        keys = [_key(step, phase, number) for number in range(self.size)]
+        self.written.append(keys[self.number])
         answer = call_in_thread(lambda: self._gather(keys, message, step), "fastpipe-gather")
         breaker = CircuitBreaker(min(STORE_SECONDS, self.timeout))
         self._begin()
@@ -146,7 +143,7 @@ class StoreGather(Gather):
             raise FailureError(self.gone(error)) from error
 
     def _gather(self, keys: list[str], message: Reply, step: int) -> list[Reply]:
-        self.waits.set(keys[self.rank], json.dumps(message))
+        self.waits.set(keys[self.number], json.dumps(message))
         if step:
             self.waits.wait(keys, timedelta(seconds=2 * self.timeout))
         else:
@@ -154,7 +151,7 @@ class StoreGather(Gather):
         return [json.loads(reply) for reply in self.waits.multi_get(keys)]
 
     def _missing(self, keys: list[str]) -> list[int]:
-        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        return [number for number, key in enumerate(keys) if not self.store.check([key])]
 
     def _wait_watching(self, keys: list[str]) -> None:
         """Wait for the keys while the pipeline is built and no watcher runs. (`store.wait` warns at each timeout.)"""
@@ -169,17 +166,13 @@ class StoreGather(Gather):
                 return
             time.sleep(pause)
 
-    def forget(self, step: int) -> None:
-        """Delete this process's messages up to a step that all have passed; step 0 builds the pipeline."""
-        self.forget_first(sum(number <= step for number, _ in self.written))
-
-    def forget_first(self, count: int) -> None:
+    def forget(self, count: int) -> None:
         """Delete the first messages of this process, which all have read."""
         for _ in range(count):
-            self.store.delete_key(self.written.pop(0)[1])
+            self.store.delete_key(self.written.pop(0))
 
 
-def _place(step: int, phase: str) -> str:
+def _phase_text(step: int, phase: str) -> str:
     """A phase in words."""
     if step == 0:
         return "the construction of the pipeline"
@@ -187,25 +180,18 @@ def _place(step: int, phase: str) -> str:
     return f"the {part if part in ('start', 'end') else 'preparation'} of call {step}"
 
 
-def _key(step: int, phase: str, rank: int | None) -> str:
-    return f"{step}/{phase}/{rank}"
+def _key(step: int, phase: str, number: int) -> str:
+    return f"{step}/{phase}/{number}"
 
 
+@dataclass(eq=False, repr=False)
 class SharedMemoryGather(Gather):
     """All-gather through shared memory; call `offer` and `connect` before the first exchange."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        timeout: float,
-        ranks_per_host: RanksPerHost,
-        lost: Lost,
-        fail: Callable[[int | None, str], Failure],
-    ) -> None:
-        super().__init__(rank, size, timeout, fail)
-        self._lost = lost
-        self._ranks_per_host = ranks_per_host
+    ranks_per_host: RanksPerHost
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._native: Any = None
 
     def offer(self) -> Reply:
@@ -214,22 +200,22 @@ class SharedMemoryGather(Gather):
         if runtime is None:
             return {"no_board": native.native_status()}
         try:
-            self._native = runtime.SharedMemoryExchange(self.rank, self.size)
+            self._native = runtime.SharedMemoryExchange(self.number, self.size)
         except RuntimeError as error:
             return {"no_board": first_line(error)}
         return {"board": self._native.address()}
 
     def connect(self, offers: Sequence[Reply]) -> str:
         """Open the pages of the others; returns why that is impossible, or an empty string."""
-        for rank, offer in enumerate(offers):
+        for number, offer in enumerate(offers):
             if offer["host"] != offers[0]["host"] or not offer["host"]:
                 return "the processes are not all on one host"
             if "no_board" in offer:
-                return f"rank {rank}: {offer['no_board']}"
+                return f"{self.failure(number, '').place()}: {offer['no_board']}"
         try:
-            for rank, offer in enumerate(offers):
-                if rank != self.rank:
-                    self._native.connect(rank, *offer["board"])
+            for number, offer in enumerate(offers):
+                if number != self.number:
+                    self._native.connect(number, *offer["board"])
         except RuntimeError as error:
             return first_line(error)
         return ""
@@ -237,14 +223,14 @@ class SharedMemoryGather(Gather):
     def choose_wait(self) -> None:
         """Choose how to wait by the number of ranks on this host, once other pipelines have been built."""
         with contextlib.suppress(RuntimeError):  # a lost store is reported elsewhere
-            self._native.share_host(self._ranks_per_host.count())
+            self._native.share_host(self.ranks_per_host.count())
 
     def exchange(self, step: int, phase: str, message: Reply) -> list[Reply]:
         """Exchange messages. Each begins with its process's step and phase, which must be equal on all."""
         self._native.post(f"{step} {phase}\n{json.dumps(message)}".encode())
         try:
             self._wait(step, phase, message)
-            return [self._read(rank, step, phase, text) for rank, text in enumerate(self._native.messages())]
+            return [self._read(number, step, phase, text) for number, text in enumerate(self._native.messages())]
         except FailureError:
             raise
         except RuntimeError as error:
@@ -254,22 +240,23 @@ class SharedMemoryGather(Gather):
         self._begin()
         while not self._native.wait(min(self.timeout, POLL_SECONDS)):
             # signals are handled and lost processes noticed between two of these waits
-            failure = self._lost(self._native.missing())
+            failure = self.lost(self._native.missing())
             if failure is not None and self._native.missing():
                 raise FailureError(failure)
             if missing := self._overdue(self._native.missing):
                 raise self.late(missing, step, phase, message)
 
-    def _read(self, rank: int, step: int, phase: str, text: bytes | None) -> Reply:
+    def _read(self, number: int, step: int, phase: str, text: bytes | None) -> Reply:
         if text is None:
-            raise FailureError(self.fail(rank, DIED))
+            raise FailureError(self.failure(number, DIED))
         found, _, content = text.decode().partition("\n")
         if found != f"{step} {phase}":
             their_step, _, their_phase = found.partition(" ")
+            who, there = self.failure(number, "").place(), _phase_text(int(their_step), their_phase)
             cause = (
-                f"rank {rank} did not reach {_place(step, phase)}: it is at {_place(int(their_step), their_phase)}; "
-                "build pipelines, and make the same calls, in the same order on every rank"
+                f"{who} did not reach {_phase_text(step, phase)}: it is at {there}; build pipelines, and make the same "
+                "calls, in the same order on every rank"
             )
-            raise FailureError(self.fail(rank, cause))
+            raise FailureError(self.failure(number, cause))
         reply: Reply = json.loads(content)
         return reply

@@ -83,10 +83,10 @@ class LocalPeers:
     """The other processes of this host.
 
     Attributes:
-        processes: by rank, a process descriptor.
-        gone: ranks whose processes exited before they could be watched.
+        processes: by number (see `Control`), a process descriptor.
+        gone: processes that exited before they could be watched.
         wakeup: a socket that becomes readable when another process sends to it.
-        closed: ranks that have closed the pipeline, with their last step.
+        closed: processes that have closed the pipeline, with their last step.
     """
 
     def __init__(self) -> None:
@@ -104,33 +104,33 @@ class LocalPeers:
         own = {"wakeup": self.wakeup.getsockname().hex(), "secret": self._secret, "can_watch": can_watch()}
         return identify() | own
 
-    def watch(self, rank: int, identity: Identity) -> None:
+    def watch(self, number: int, identity: Identity) -> None:
         """Watch a process if it is on this host and a descriptor is available; may be called again."""
-        if rank in self.processes or rank in self.gone or not same_host(identity, identify()) or not can_watch():
+        if number in self.processes or number in self.gone or not same_host(identity, identify()) or not can_watch():
             return
         descriptor = _open_process(identity)
         if descriptor is None:
-            self.gone.add(rank)
+            self.gone.add(number)
         else:
-            self.processes[rank] = descriptor
+            self.processes[number] = descriptor
 
     def ended(self) -> set[int]:
-        """The ranks whose processes have exited."""
-        ranks = {descriptor: rank for rank, descriptor in self.processes.items()}
+        """The processes that have exited."""
+        numbers = {descriptor: number for number, descriptor in self.processes.items()}
         poll = select.poll()
-        for descriptor in ranks:
+        for descriptor in numbers:
             poll.register(descriptor, select.POLLIN)
-        return self.gone | {ranks[descriptor] for descriptor, _ in poll.poll(0)}
+        return self.gone | {numbers[descriptor] for descriptor, _ in poll.poll(0)}
 
     def connect(self, own: int, identities: Sequence[Identity]) -> list[int]:
-        """Watch the processes of this host; returns the ranks that this process can wake."""
-        for rank, identity in enumerate(identities):
-            if rank == own or not same_host(identity, identities[own]):
+        """Watch the processes of this host; returns those that this process can wake."""
+        for number, identity in enumerate(identities):
+            if number == own or not same_host(identity, identities[own]):
                 continue
-            self.watch(rank, identity)
+            self.watch(number, identity)
             other = bytes.fromhex(identity["wakeup"]), identity["secret"]
             if self._send(other, "", socket.MSG_DONTWAIT):
-                self._others[rank] = other
+                self._others[number] = other
         return list(self._others)
 
     def wake(self) -> None:
@@ -151,10 +151,10 @@ class LocalPeers:
         """Read all pending datagrams."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                secret, _, word = self.wakeup.recv(256, socket.MSG_DONTWAIT).decode(errors="replace").partition(":")
-                if word and hmac.compare_digest(secret, self._secret):
-                    rank, last_step = map(int, word.split())
-                    self.closed[rank] = last_step
+                secret, _, word = self.wakeup.recv(256, socket.MSG_DONTWAIT).partition(b":")
+                if word and hmac.compare_digest(secret, self._secret.encode()):
+                    number, last_step = map(int, word.split())
+                    self.closed[number] = last_step
 
     def close(self) -> None:
         """Close all descriptors; called once."""
@@ -181,8 +181,8 @@ class Lifeline:
         ValueError: if FASTPIPE_SILENCE is not a number of seconds.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, number: int) -> None:
+        self.number = number
         self._silence = _silence_seconds()
         self._token = secrets.token_hex(_TOKEN_BYTES)
         self._listener: socket.socket | None = None
@@ -209,17 +209,17 @@ class Lifeline:
             return {"no_lifeline": first_line(error)}
 
     def connect(self, offer: Reply, far: Sequence[int]) -> list[int]:
-        """Connect to all at the same time; returns the connected ranks.
+        """Connect to all at the same time; returns the connected processes.
 
         Args:
-            far: the ranks that rank 0 cannot watch.
+            far: the processes that rank 0 cannot watch.
         """
         with contextlib.suppress(OSError):  # the others see it in the result
             if self._listener is not None:
                 self._accept(self._listener, far)
-            elif self.rank in far and "address" in offer:
+            elif self.number in far and "address" in offer:
                 connection = socket.create_connection(offer["address"], timeout=_CONNECT_SECONDS)
-                connection.sendall(f"{offer['token']}{self.rank:08}".encode())
+                connection.sendall(f"{offer['token']}{self.number:08}".encode())
                 self._add(0, connection)
         return list(self._connections)
 
@@ -237,28 +237,28 @@ class Lifeline:
 
     def _handshake(self, connection: socket.socket) -> None:
         connection.settimeout(_CONNECT_SECONDS)
-        with contextlib.suppress(OSError):  # an unknown client, or a rank that has exited
+        with contextlib.suppress(OSError):  # an unknown client, or a process that has exited
             greeting = connection.recv(2 * _TOKEN_BYTES + 8, socket.MSG_WAITALL)
-            token, rank = greeting[: 2 * _TOKEN_BYTES], greeting[2 * _TOKEN_BYTES :]
+            token, number = greeting[: 2 * _TOKEN_BYTES], greeting[2 * _TOKEN_BYTES :]
             with self._lock:
-                if hmac.compare_digest(token, self._token.encode()) and int(rank) in self._awaited:
-                    self._add(int(rank), connection)
-                    return self._awaited.remove(int(rank))
+                if hmac.compare_digest(token, self._token.encode()) and int(number) in self._awaited:
+                    self._add(int(number), connection)
+                    return self._awaited.remove(int(number))
         connection.close()
 
-    def _add(self, rank: int, connection: socket.socket) -> None:
+    def _add(self, number: int, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._silence))
-        self._connections[rank] = connection
+        self._connections[number] = connection
 
-    def keep(self, ranks: Sequence[int]) -> None:
-        """Keep the connections of these ranks only, whose other ends are connected too; start the beat."""
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Keep the connections of these processes only, whose other ends are connected too; start the beat."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        for rank in self._connections.keys() - set(ranks):
-            self._connections.pop(rank).close()
+        for number in self._connections.keys() - set(numbers):
+            self._connections.pop(number).close()
 
     @property
     def descriptors(self) -> list[int]:
@@ -272,25 +272,25 @@ class Lifeline:
             self._exchange(_BEAT)
 
     def ended(self) -> dict[int, tuple[str, int]]:
-        """Of each process that has exited, by rank: why, and its last complete step, 0 if it sent none."""
+        """Of each process that has exited, by number: why, and its last complete step, 0 if it sent none."""
         self._exchange(b"")
         return dict(self._ended)
 
     def _exchange(self, word: bytes) -> None:
         """Receive from all connections, and send a word."""
         with self._lock:
-            for rank in self._connections.keys() - self._ended.keys():
+            for number in self._connections.keys() - self._ended.keys():
                 try:
-                    self._exchange_with(rank, self._connections[rank], word)
+                    self._exchange_with(number, self._connections[number], word)
                 except OSError as error:
-                    last_step = self._said.get(rank)
+                    last_step = self._said.get(number)
                     cause = SILENT if error.errno in _LOST else DIED
-                    self._ended[rank] = (LEFT, int(last_step)) if last_step else (cause, 0)
+                    self._ended[number] = (LEFT, int(last_step)) if last_step else (cause, 0)
 
-    def _exchange_with(self, rank: int, connection: socket.socket, word: bytes) -> None:
+    def _exchange_with(self, number: int, connection: socket.socket, word: bytes) -> None:
         with contextlib.suppress(BlockingIOError):
             while data := connection.recv(4096):
-                self._said[rank] = self._said.get(rank, b"") + data.replace(_BEAT, b"")
+                self._said[number] = self._said.get(number, b"") + data.replace(_BEAT, b"")
             raise ConnectionResetError("it has ended the connection")
         with contextlib.suppress(BlockingIOError):  # enough bytes wait for an acknowledgement
             connection.send(word)

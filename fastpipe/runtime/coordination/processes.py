@@ -35,6 +35,7 @@ from fastpipe.runtime.common import (
     cloned,
     end_child,
     first_line,
+    listed,
     logged,
     pauses,
 )
@@ -72,7 +73,7 @@ class Processes(Control):
         size: int,
         timeout: float,
         ranks_per_host: RanksPerHost,
-        identity: Callable[[int], Identity | None] = lambda rank: None,
+        identity: Callable[[int], Identity | None] = lambda number: None,
         pipelines: Sequence[str] = ("",),
         own_store: Any = None,
     ) -> None:
@@ -80,17 +81,15 @@ class Processes(Control):
         pipeline, self.rank = divmod(number, size)
         self.number, self._first = number, pipeline * size
         self.pipeline, self._pipelines = pipelines[pipeline], pipelines
-        self.step = 0
-        self._on_failure: OnFailure = _ignore
         self._process = os.getpid()
         self._lost: Failure | None = None  # reported in this step
         self._store, self._identity, self._timeout = store, identity, timeout
         self._lifeline = Lifeline(number)
         self._local_peers = LocalPeers()
         self._watcher = Watcher(store, self._local_peers, self._lifeline, self._failure)
-        given = number, self.num_processes, timeout
-        self._store_gather = StoreGather(store, *given, self._watcher.store_gone, self.lost, self._failure)
-        self._shared_gather = SharedMemoryGather(*given, ranks_per_host, self.lost, self._failure)
+        among = number, self.num_processes, timeout, self.lost, self._failure
+        self._store_gather = StoreGather(*among, store, self._watcher.store_gone)
+        self._shared_gather = SharedMemoryGather(*among, ranks_per_host)
         self._gather: Gather = self._store_gather
         own_store = store if own_store is None else own_store
         self.deferred: DeferredResults = DeferredResults(own_store, self.rank, timeout, self._dead_here)
@@ -101,8 +100,8 @@ class Processes(Control):
         """The fatal failure of a process."""
         if process is None:
             return Failure(None, cause, is_fatal=True)
-        number, rank = divmod(process, self.size)
-        return Failure(rank, cause, is_fatal=True, pipeline=self._pipelines[number])
+        pipeline, rank = divmod(process, self.size)
+        return Failure(rank, cause, is_fatal=True, pipeline=self._pipelines[pipeline])
 
     def _dead_here(self) -> list[Failure]:
         return [failure for failure in self.dead if failure.pipeline == self.pipeline]
@@ -110,41 +109,36 @@ class Processes(Control):
     def setup(self, message: Reply) -> Replies:
         """Exchange identities, watch the processes that can be watched, and use shared memory if all can."""
         identity = self._local_peers.identity() | self._shared_gather.offer()
-        found = self.exchange("setup", identity | message)
-        replies = self._in_order(found)
+        replies = self._gather_all("setup", identity | message)
         near = [same_host(replies[0], reply) and replies[0]["can_watch"] and reply["can_watch"] for reply in replies]
-        far = [rank for rank in range(1, self.num_processes) if not near[rank]]
+        far = [number for number in range(1, self.num_processes) if not near[number]]
         own: Reply = {"connected": self._connect_hosts(far), "woken": self._local_peers.connect(self.number, replies)}
-        answers = self._in_order(self.exchange("connection", own | {"why": self._shared_gather.connect(replies)}))
-        self._lifeline.keep([rank for rank, answer in enumerate(answers) if self.number in answer["connected"]])
-        missed = [rank for rank in far if rank not in answers[0]["connected"] or 0 not in answers[rank]["connected"]]
+        answers = self._gather_all("connection", own | {"why": self._shared_gather.connect(replies)})
+        self._lifeline.keep([number for number, answer in enumerate(answers) if self.number in answer["connected"]])
+        missed = [n for n in far if n not in answers[0]["connected"] or 0 not in answers[n]["connected"]]
         if missed:
-            logger.warning("ranks %s cannot connect to rank 0: their exits are detected after the timeout", missed)
-        unwatched = [rank for rank, reply in enumerate(replies) if not reply["can_watch"]]
-        self.remark = f"pidfd_open is denied on ranks {unwatched}: {_UNWATCHED}" if unwatched else ""
+            names = listed(map(self.name_of, missed), None)
+            logger.warning("%s cannot connect to rank 0: their exits are detected after the timeout", names)
+        unwatched = [self.name_of(number) for number, reply in enumerate(replies) if not reply["can_watch"]]
+        self.remark = f"pidfd_open is denied on {listed(unwatched, None)}: {_UNWATCHED}" if unwatched else ""
         others = [answer for process, answer in enumerate(answers) if process != self.number]
         polls = not all(self.number in answer["woken"] for answer in others)
         self._watcher.start(polls, cloned(self._store, self._timeout))
-        why = next((f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]), None)
+        why = next((f"{self.name_of(n)}: {answer['why']}" for n, answer in enumerate(answers) if answer["why"]), None)
         if why is None:
             self._gather = self._shared_gather
         else:
             logger.info("the ranks agree over the store, about a millisecond per step: %s", why)
             # a separate connection: a wait that has timed out leaves a thread blocked on it
             self._store_gather.waits = cloned(self._store, self._timeout)
-        return found
-
-    def _in_order(self, replies: Replies) -> list[Reply]:
-        """By the number of the process."""
-        others = list(replies.elsewhere)
-        return [*others[: self._first], *replies, *others[self._first :]]
+        return self._by_pipeline(replies)
 
     def _connect_hosts(self, far: Sequence[int]) -> list[int]:
         """Connect rank 0 with the ranks of other hosts."""
         if not far:
             return []
-        offers = self.exchange("lifeline", self._lifeline.offer(self._store) if self.number == 0 else {})
-        return self._lifeline.connect(self._in_order(offers)[0], far)
+        offers = self._gather_all("lifeline", self._lifeline.offer(self._store) if self.number == 0 else {})
+        return self._lifeline.connect(offers[0], far)
 
     def lost(self, awaited: Sequence[int] | None = None) -> Failure | None:
         """A published failure, else the exit of an awaited process. Within steps, what the watcher detected."""
@@ -161,17 +155,16 @@ class Processes(Control):
         """The first failure while the pipeline is built; also watch processes that have started since."""
         if (failure := read_failure(self._store, self.step)) is not None:
             return failure
-        for rank in range(self.num_processes):
-            unknown = rank != self.number and rank not in self._local_peers.processes
-            if unknown and (identity := self._identity(rank)) is not None:
-                self._local_peers.watch(rank, identity)
+        for number in range(self.num_processes):
+            unknown = number != self.number and number not in self._local_peers.processes
+            if unknown and (identity := self._identity(number)) is not None:
+                self._local_peers.watch(number, identity)
         return None
 
     def begin(self, on_failure: Callable[[Failure], None]) -> None:
         """Start a step."""
         self.step += 1
         self._lost = self._gather.suspected = None
-        self._on_failure = on_failure
 
         def report(failure: Failure) -> None:
             self._note(failure)
@@ -185,10 +178,6 @@ class Processes(Control):
     def dead(self) -> list[Failure]:
         """See `Control.dead`."""
         return list(self._watcher.dead.values())
-
-    def store_gone(self, error: RuntimeError) -> Failure:
-        """See `Watcher.store_gone`."""
-        return self._watcher.store_gone(error)
 
     def on_loss(self, report: OnFailure) -> None:
         """See `Control.on_loss`."""
@@ -204,35 +193,32 @@ class Processes(Control):
     def end(self) -> None:
         """End a step; all processes have read what the step before it wrote."""
         self._watcher.end()
-        self._on_failure = _ignore  # it belongs to the steps, which hold this control
-        wrote = bool(self._watcher.published) or self._gather is self._store_gather
-        if wrote and self.lost() is None:
-            self._breaker.call(self._forget, None)
-
-    def _forget(self) -> None:
-        self._watcher.forget()
-        if self._gather is self._store_gather:
-            self._store_gather.forget(self.step - 2)
+        if self._watcher.published and self.lost() is None:
+            self._breaker.call(self._watcher.forget, None)
 
     def exchange(self, phase: str, message: Reply) -> Replies:
         """Send a message and return the messages of all processes."""
+        return self._by_pipeline(self._gather_all(phase, message))
+
+    def _gather_all(self, phase: str, message: Reply) -> list[Reply]:
+        """The messages of all processes, by number."""
         end_child(self._process, message.get("failure", {}).get("cause", ""))
-        message = message | {key: asdict(self._here(Failure(**message[key]))) for key in _failures_in(message)}
+        failures = {key: Failure(**message[key]) for key in ("failure", "first") if key in message}
+        message = message | {key: asdict(self._here(failure)) for key, failure in failures.items()}
         written = len(self._store_gather.written)
         replies = self._gather.exchange(self.step, phase, message)
-        if self.step == 0:
-            # all have read the earlier ones
-            self._breaker.call(lambda: self._store_gather.forget_first(written), None)
-        own = replies[self._first : self._first + self.size]
+        if written:  # who has sent this message has read the earlier ones
+            self._breaker.call(lambda: self._store_gather.forget(written), None)
+        return replies
+
+    def _by_pipeline(self, replies: Sequence[Reply]) -> Replies:
+        end = self._first + self.size
         elsewhere = [
-            reply | {"pipeline": self._pipelines[process // self.size]}
-            for process, reply in enumerate(replies)
-            if not 0 <= process - self._first < self.size
+            reply | {"pipeline": self._pipelines[number // self.size]}
+            for number, reply in enumerate(replies)
+            if not self._first <= number < end
         ]
-        failed = next((reply for reply in elsewhere if "failure" in reply), None)
-        if failed is not None and not any("failure" in reply for reply in own):
-            own[0] = own[0] | {key: failed[key] for key in _failures_in(failed)}
-        return Replies(own, elsewhere)
+        return Replies(replies[self._first : end], elsewhere)
 
     def _here(self, failure: Failure) -> Failure:
         """With the place of its pipeline, if it is a rank of this one."""
@@ -243,23 +229,21 @@ class Processes(Control):
         """Write a failure into the store, unless another process was faster, and wake the others."""
         end_child(self._process, failure.cause)
         failure = self._here(failure)
-        if not self.pipeline or not self.step:
-            return self._publish(failure)
-        if not failure.is_fatal:
-            # a collective may have raised because a process exits, which closes its connections first
-            for pause in pauses(SHORT_EXIT_SECONDS):
-                if self.lost() is not None:
-                    break
-                time.sleep(pause)
-        first = self._publish(replace(self.lost() or failure, is_fatal=True))
-        self._on_failure(first)
-        return first
-
-    def _publish(self, failure: Failure) -> Failure:
+        ends_mesh = bool(self.pipeline and self.step)  # fatal for all its pipelines
+        if ends_mesh:
+            if not failure.is_fatal:
+                # a collective may have raised because a process exits, which closes its connections first
+                for pause in pauses(SHORT_EXIT_SECONDS):
+                    if self.lost() is not None:
+                        break
+                    time.sleep(pause)
+            failure = replace(self.lost() or failure, is_fatal=True)
         # without the store the others detect the failure themselves, and this rank drains
         first = self._breaker.call(lambda: self._watcher.publish(failure), failure)
         self._note(first)  # of which this one may be a consequence
         self._note(failure)
+        if ends_mesh:  # for this process, too
+            self._watcher.report(first, self.step)
         return first
 
     def put_place(self, step: int, is_active: bool, text: str, within: str = "step") -> None:
@@ -305,10 +289,10 @@ class Watcher:
     """
 
     def __init__(
-        self, store: Any, local_peers: LocalPeers, lifeline: Lifeline, fail: Callable[[int, str], Failure]
+        self, store: Any, local_peers: LocalPeers, lifeline: Lifeline, failure: Callable[[int, str], Failure]
     ) -> None:
         self.store = store
-        self._fail = fail
+        self._failure = failure
         self.local_peers = local_peers
         self.lifeline = lifeline
         self.polls = True
@@ -433,7 +417,7 @@ class Watcher:
         """Report the failures of a step; returns False if the store is gone."""
         dead = list(self.dead.values())
         for death in dead:
-            self._report(death, step)
+            self.report(death, step)
 
         def ask() -> Failure | None:
             for death in dead if self.polls else ():
@@ -448,27 +432,28 @@ class Watcher:
         self._answer = None
         try:
             if (failure := answer.result()) is not None:
-                self._report(failure, step)
+                self.report(failure, step)
         except RuntimeError as error:
-            self._report(self.store_gone(error), step)
+            self.report(self.store_gone(error), step)
             return False
         return True
 
     def find_dead(self, step: int) -> dict[int, Failure]:
-        """Failures of the processes that cannot take part in a step: exited, or closed the pipeline; by rank."""
+        """Failures of the processes that cannot take part in a step: exited, or closed the pipeline; by number."""
         ended = self.lifeline.ended()
-        found = {rank: cause for rank, (cause, last_step) in ended.items() if last_step < step}
+        found = {number: cause for number, (cause, last_step) in ended.items() if last_step < step}
         found |= dict.fromkeys(self.local_peers.ended(), DIED)
         # after the exits: a process that closes its pipeline reports that before it exits
         self.local_peers.drain()
-        for rank, last_step in list(self.local_peers.closed.items()):
+        for number, last_step in list(self.local_peers.closed.items()):
             if last_step >= step:
-                found.pop(rank, None)
+                found.pop(number, None)
             else:  # a process that failed to build it has published why, which is read first
-                found[rank] = LEFT
-        return {process: self._fail(process, cause) for process, cause in sorted(found.items())}
+                found[number] = LEFT
+        return {number: self._failure(number, cause) for number, cause in sorted(found.items())}
 
-    def _report(self, failure: Failure, step: int) -> None:
+    def report(self, failure: Failure, step: int) -> None:
+        """Pass a failure to the step, unless it has ended."""
         # under the lock, or the next step might get the failure of this one
         with self._lock:
             if self._on_failure is not None and self.step == step:
@@ -496,14 +481,10 @@ def read_failure(store: Any, step: int) -> Failure | None:
     return Failure(**json.loads(text)) if text else None
 
 
-def _place_key(within: str, rank: int) -> str:
-    return f"place/{within}/{rank}"
+def _place_key(within: str, number: int) -> str:
+    return f"place/{within}/{number}"
 
 
 def _key(step: int) -> str:
     """The key of a step's failure; step 0 builds the pipeline."""
     return f"{step}/failure"
-
-
-def _failures_in(message: Reply) -> list[str]:
-    return [key for key in ("failure", "first") if key in message]

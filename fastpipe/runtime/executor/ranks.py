@@ -333,15 +333,6 @@ class LocalRanks:
             self._await_replicas(rank, found, "")
         return self._taken()  # no frame that an exception went through holds it
 
-    def check(self, outcome: Outcome) -> bool:
-        """After the devices have finished a step: False, with a failed outcome, if the transport lost a peer in it."""
-        try:
-            self.device_events.check()
-        except FailureError as error:
-            outcome.fail(error, self.first)
-            return False
-        return True
-
     def pair_counts(self) -> PairCounts:
         """Number of pairs run each way so far, on all local ranks."""
         each = [astuple(executor.pair_counts()) for found in self._executors.values() for executor in found]

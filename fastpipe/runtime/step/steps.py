@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, replace
 from functools import lru_cache, partial, reduce
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -75,7 +75,7 @@ from fastpipe.runtime.step.result import (
     weights_of,
 )
 from fastpipe.runtime.step.watchdog import Watchdog, places_text
-from fastpipe.runtime.transport import MeshGroups, Transport
+from fastpipe.runtime.transport import MeshGroups, SharedCall, Transport
 
 
 def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
@@ -135,6 +135,7 @@ _COMPARED_WHOLE, _COMPARED_EVERY = 2, 256
 steps they compare a sample of the CPU tensors."""
 _ROUND_SECONDS = 5.0
 """After this time ranks in collective work tell each other that they are alive."""
+Value = TypeVar("Value")
 _MAX_SIGNATURES = 64
 """The number of cached input signatures; other signatures cost a step with headers."""
 
@@ -254,36 +255,8 @@ class Steps:
 
     def _agree_on_inputs(self, request: Request) -> tuple[Inputs, Replies]:
         """Take the inputs on every process; if one fails, all raise."""
-        errors: list[BaseException] = []
-        inputs = Inputs()
-        message: Reply = {"call": self._part_of + call_text(request) + self.random.call_text(self.audit is not None)}
-        try:
-            message["changes"] = self.copies.prepare()
-            self.rest.check_unchanged()
-            self.check_filled()
-            self.ranks.check_modes()
-            self._check_trains(request)
-            self.random.check_free(self._has_pairs(request))
-            for stage in self.stages:
-                if stage.parallel is not None:
-                    stage.parallel.prepare()
-            message["unreduced"] = request.training and request.reduces and has_unreduced_parameters(self.stages)
-            inputs = take_inputs(request, self.batch, self.stages)
-            signature = self._signature(request, inputs)
-            message |= {"rows": inputs.counted, "whole": inputs.whole, "signature": signature}
-            if self.ranks.pairs == IN_TURNS:
-                message["random"] = astuple(self.random.usage(request.training, self._flags))
-            message |= {"divisors": inputs.divisors, "unknown": inputs.unknown}
-            if self.control.pipeline:
-                message["modes"] = self._modes()
-            if not self.control.is_alone:
-                number = self.control.step
-                compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
-                message["batch"] = batch_digests(request, inputs, compares_all)
-        except BaseException as error:  # raised again by `_agree`, after the exchange
-            errors.append(error)
-        message["kwargs"] = inputs.given()
-        replies = self._agree(message, errors, "refused its input")
+        call = self._part_of + call_text(request) + self.random.call_text(self.audit is not None)
+        inputs, replies = self._agree(call, partial(self._take_inputs, request), "refused its input")
         with self._published(ValueError):
             check_replies(request, replies, self.control.pipeline)
         with self._published():
@@ -294,6 +267,31 @@ class Steps:
             if self.unfilled is not None:
                 self._use_values()
         return inputs, replies
+
+    def _take_inputs(self, request: Request) -> tuple[Inputs, Reply]:
+        """The inputs of this process, and its message to the others."""
+        message: Reply = {"changes": self.copies.prepare()}
+        self.rest.check_unchanged()
+        self.check_filled()
+        self.ranks.check_modes()
+        self._check_trains(request)
+        self.random.check_free(self._has_pairs(request))
+        for stage in self.stages:
+            if stage.parallel is not None:
+                stage.parallel.prepare()
+        message["unreduced"] = request.training and request.reduces and has_unreduced_parameters(self.stages)
+        inputs = take_inputs(request, self.batch, self.stages)
+        message |= {"rows": inputs.counted, "whole": inputs.whole, "signature": self._signature(request, inputs)}
+        message |= {"divisors": inputs.divisors, "unknown": inputs.unknown, "kwargs": inputs.given()}
+        if self.ranks.pairs == IN_TURNS:
+            message["random"] = astuple(self.random.usage(request.training, self._flags))
+        if self.control.pipeline:
+            message["modes"] = self._modes()
+        if not self.control.is_alone:
+            number = self.control.step
+            compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
+            message["batch"] = batch_digests(request, inputs, compares_all)
+        return inputs, message
 
     def _check_trains(self, request: Request) -> None:
         """Refuse a training step that computes no gradients."""
@@ -322,25 +320,34 @@ class Steps:
         self.copies.equalise(initialised=True)
         self.unfilled = None
 
-    def _agree(self, message: Reply, errors: list[BaseException], refusal: str) -> Replies:
-        """Exchange the messages at the start; a rank that cannot start is an error on every rank.
+    def _agree(self, call: str, make: Callable[[], tuple[Value, Reply]], refusal: str) -> tuple[Value, Replies]:
+        """Exchange the messages at the start of a call; a rank that cannot start is an error on every rank.
 
         Args:
-            errors: what keeps this rank from it, if anything; cleared, as the frames that it holds have this list.
+            call: must be the same on every rank.
+            make: returns what this rank keeps for the call, and its message.
+            refusal: what a rank did that raises an exception in it, for the others.
         """
-        failure = Failure(self.control.rank, cause_text(errors[0])) if errors else None
+        error: BaseException | None = None
+        own: Reply = {}
         try:
+            made, own = make()
+        except BaseException as found:  # raised below, after the exchange
+            error = found
+        try:
+            failure = None if error is None else Failure(self.control.rank, cause_text(error))
             with self._published():
-                replies, refused = exchange_or_refuse(partial(self.control.exchange, "start"), message, failure)
+                exchange = partial(self.control.exchange, "start")
+                replies, refused = exchange_or_refuse(exchange, {"call": call} | own, failure)
             # first: an error may be the consequence, as of a collective within the mesh whose peer made another call
             check_calls(replies)
-            if errors:
-                raise errors[0]
+            if error is not None:
+                raise error
         finally:
-            errors.clear()
+            del error  # breaks the cycle of exception and frame
         if refused is not None:
             raise refused.error(refusal)
-        return replies
+        return made, replies
 
     def _signature(self, request: Request, inputs: Inputs) -> int:
         """Everything that may change a shape, a dtype or a gradient flag between stages."""
@@ -470,8 +477,8 @@ class Steps:
                     self.rest.check()
             report = self._report(outcome, trace)
             # a report of losses waits for the device; if a rank was lost meanwhile, its values are invalid
-            if outcome.failure is None and not self.ranks.check(outcome):
-                report = self._report(outcome, trace)
+            if outcome.failure is None:
+                self.ranks.device_events.check()
             if self.audit is not None and request.training and outcome.failure is None:
                 report |= self.audit.report()
         except Exception as error:  # reported as the step's failure
@@ -530,10 +537,11 @@ class Steps:
             stage.end()
         return StepResult(outputs, found, self.batch.merge_rules, program, spans, weights, self.batch.metrics)
 
-    def _raise_failure(self, program: Program, outcome: Outcome, replies: Sequence[Reply]) -> None:
+    def _raise_failure(self, program: Program, outcome: Outcome, replies: Replies) -> None:
         """Raise the step's failure, if any: the original exception on the rank of origin, StepError elsewhere."""
         # causes first: ranks that missed messages after another failure report only the consequence
-        failures = [Failure(**reply[key]) for key in ("first", "failure") for reply in replies if key in reply]
+        everywhere = replies.everywhere
+        failures = [Failure(**reply[key]) for key in ("first", "failure") for reply in everywhere if key in reply]
         if not failures and self.ranks.reported is not None:
             failures = [self.ranks.reported]
         if not failures:
@@ -612,7 +620,7 @@ class Steps:
         call: str,
         make: Callable[[], Reply],
         then: Callable[[Replies], None] | None = None,
-        lost: Callable[[], Failure | None] | None = None,
+        shared: SharedCall | None = None,
     ) -> Replies:
         """Gather a message from every process, between steps.
 
@@ -620,22 +628,17 @@ class Steps:
             call: the name of the call, the same on every rank.
             make: returns the message; an exception is an error on every rank.
             then: called with the messages, for collective work; see `_together`.
-            lost: returns the failure of a process of another pipeline that takes part in that work, if any.
+            shared: the call, if other pipelines take part in that work.
 
         Raises:
             StepError: if another process failed, is dead or is silent.
             ValueError: if the ranks make different calls.
         """
-        with self._calls.entered(), self._exchanging():
-            message: Reply = {"call": call}
-            errors: list[BaseException] = []
-            try:
-                message |= make()
-            except BaseException as error:  # raised again by `_agree`, after the exchange
-                errors.append(error)
-            replies = self._agree(message, errors, f"failed in {call}")
+        published = contextlib.nullcontext() if shared is None else shared.published()
+        with published, self._calls.entered(), self._exchanging():
+            _, replies = self._agree(call, lambda: (None, make()), f"failed in {call}")
             if then is not None:
-                self._together(call, partial(then, replies), lost)
+                self._together(call, partial(then, replies), shared)
             return replies
 
     @contextlib.contextmanager
@@ -647,16 +650,14 @@ class Steps:
         finally:
             self._part_of = ""
 
-    def _together(
-        self, call: str, work: Callable[[], None], lost_elsewhere: Callable[[], Failure | None] | None
-    ) -> None:
+    def _together(self, call: str, work: Callable[[], None], shared: SharedCall | None) -> None:
         """Run collective work in a thread, which gets this thread's stream and no other state of it.
 
         The work may take any time. In rounds of an exchange the ranks tell each other whether theirs has ended. So a
         silent rank is named after the timeout, and all learn of an error that is raised on one rank alone. If all have
         ended, the pipeline can be used further.
         """
-        if self.control.is_alone and lost_elsewhere is None:
+        if self.control.is_alone and (shared is None or not shared.is_shared):
             return work()
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
@@ -666,7 +667,7 @@ class Steps:
             work()
 
         def lost() -> Failure | None:
-            elsewhere = None if lost_elsewhere is None else lost_elsewhere()
+            elsewhere = None if shared is None else shared.lost()
             return self.control.lost() or (elsewhere and replace(elsewhere, cause=f"{call}: {elsewhere.cause}"))
 
         self.watchdog.phase = f"is in {call}"
@@ -738,8 +739,8 @@ def _digest(flags: tuple[Any, ...]) -> int:
     return zlib.crc32(repr(flags).encode())
 
 
-def _have_failed(replies: Sequence[Reply]) -> bool:
-    return any("failure" in reply for reply in replies)
+def _have_failed(replies: Replies) -> bool:
+    return any("failure" in reply for reply in replies.everywhere)
 
 
 def _forward_only(request: Request, inputs: Inputs) -> Request:

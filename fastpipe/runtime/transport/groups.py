@@ -156,13 +156,14 @@ class SharedCall:
         self._has_ended = False
 
     @property
-    def watch(self) -> Callable[[], Failure | None] | None:
-        """Returns the failure of a process that the others wait for, if any; polled, from any thread. None if the
-        control reaches all processes."""
-        return None if self._store is None else self._find_failure
+    def is_shared(self) -> bool:
+        """Whether there are processes that the control does not reach."""
+        return self._store is not None
 
-    def _find_failure(self) -> Failure | None:
-        store: Any = self._store
+    def lost(self) -> Failure | None:
+        """The failure of a process that the others wait for, if any is known; polled, from any thread."""
+        if (store := self._store) is None:
+            return None
         text = self._breaker.call(lambda: store.get(self._key).decode() if store.check([self._key]) else "", "")
         if not text:
             return None

@@ -389,7 +389,7 @@ class ProcessGroups(Transport):
             # set first: a thread that sees a stream unblocked must know that its message is missing
             self.lost = failure
         if self.waits is not None:
-            self.waits.lose(failure.number)
+            self.waits.lose(failure.native_rank)
         for own in self._all():
             with logged("to end what waits for a lost rank's messages"):
                 own.abort()

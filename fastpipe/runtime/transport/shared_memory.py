@@ -92,8 +92,8 @@ class SharedMemory(Transport):
 
     def unblock(self, failure: Failure) -> None:
         """See `Transport.unblock`."""
-        self.waits.lose(failure.number)
-        self.link.lose(failure.number)
+        self.waits.lose(failure.native_rank)
+        self.link.lose(failure.native_rank)
 
     def describe(self) -> str:
         """See `Transport.describe`."""
