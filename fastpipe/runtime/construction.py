@@ -649,8 +649,6 @@ def _make_ranks(
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
     in_mesh = dimensions if world.control.pipeline else []
     mesh_groups = MeshGroups({name: execution.mesh.get_group(name) for name in in_mesh}, device)
-    for stage in local.stages if in_mesh else ():
-        stage.leave_mesh = mesh_groups.end
     return (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
         stages=local.by_rank,
         executor=executor,

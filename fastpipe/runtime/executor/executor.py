@@ -40,6 +40,7 @@ class Executor(ABC):
 
     Args:
         streams: streams of the stages, by index; empty if all work uses the caller's stream.
+        leave_mesh: called in a failed step, before this rank joins a collective of a stage's replicas.
     """
 
     program: Program
@@ -53,6 +54,7 @@ class Executor(ABC):
     pairs: str = IN_ORDER
     device: torch.device = CPU
     streams: Mapping[int, torch.Stream] = field(default_factory=dict)
+    leave_mesh: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         columns = self.program.columns[self.rank]
@@ -113,6 +115,12 @@ class Executor(ABC):
     @abstractmethod
     def pair_counts(self) -> PairCounts:
         """Number of pairs run each way so far."""
+
+    def run_collective(self, stage: Stage, op: int, failed: bool) -> None:
+        """See `Stage.run_collective`."""
+        if failed:
+            self.leave_mesh()
+        stage.run_collective(op, failed)
 
     def close(self) -> None:
         """Drop all references; `run` must not be called any more.
@@ -208,7 +216,7 @@ class NativeExecutor(Executor):
             stage.run,
             None if stage.work.output_grads is None else stage.losses.output_grads,
             None if stage.random is None else stage.random.guard,
-            None if parallel is None else stage.run_collective,
+            None if parallel is None else partial(self.run_collective, stage),
             parallel.fold if parallel is not None and parallel.folds else None,
             partial(self._fuse, stage) if stage.fuses else None,
             [index for index, pair in self.stages.items() if stage.fuses_with(pair)] if stage.fuses else (),
@@ -425,12 +433,12 @@ class PythonExecutor(Executor):
 
     def last_backward(self, stage: Stage, op: Op, call: Callable[[], None]) -> None:
         """The last B or W of a stage."""
-        stage.run_collective(op, self.failed)
+        self.collective(stage, op)
         call()
 
-    def run_collective(self, stage: Stage, op: Op) -> None:
+    def collective(self, stage: Stage, op: Op) -> None:
         """UNSHARD, RESHARD, REDUCE_GRAD; in a failed step, too, as the stage's replicas wait."""
-        stage.run_collective(op, self.failed)
+        self.run_collective(stage, op, self.failed)
 
     def _resolved(self, it: Instruction) -> Resolved:
         """In the order of the program, as a receive tells what its message's slot is."""
@@ -455,7 +463,7 @@ class PythonExecutor(Executor):
             return self._forward(it.stage, it.microbatch)
         if it.op in (Op.B, Op.I):
             return self._backward(it.stage, it.microbatch, split=it.op is Op.I)
-        return partial(self.run_collective, self.stages[it.stage], it.op)
+        return partial(self.collective, self.stages[it.stage], it.op)
 
     def _forward(self, stage: int, microbatch: int) -> partial[None]:
         slot = self._slot_of.get(Message(ChannelKind.ACTIVATION, stage, microbatch), NONE)

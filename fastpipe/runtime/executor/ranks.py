@@ -273,6 +273,7 @@ class LocalRanks:
             pairs=self.pairs,
             device=self.device,
             streams=self._streams[rank],
+            leave_mesh=self.mesh_groups.end,
         )
 
     def check_modes(self) -> None:
@@ -327,7 +328,7 @@ class LocalRanks:
             try:
                 for instruction in program[rank]:
                     if instruction.op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
-                        held[instruction.stage].join_collective(instruction.op, True)
+                        held[instruction.stage].run_collective(instruction.op, True)
             except Exception as error:  # published, and the step's outcome
                 self._publish(Failure(rank, cause_text(error), is_fatal=True), error)
             self._await_replicas(rank, found, "")

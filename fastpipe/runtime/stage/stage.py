@@ -102,7 +102,6 @@ class Stage:
         modules: the layers of a chain, or the one module.
         fuses: whether it has a method for fused pairs; see `fastpipe.runtime.stage.pairs`.
         recorder: for an audit, calls the function that it is given with a microbatch and its inputs; else None.
-        leave_mesh: called on a rank that drains a failed step, before it joins a collective of its replicas.
     """
 
     def __init__(
@@ -136,7 +135,6 @@ class Stage:
         self.treespecs = treespecs
         self.why_one_tensor = why_one_tensor
         self.bare = wrapped and self.parallel is None
-        self.leave_mesh: Callable[[], None] = lambda: None
         self.held = held
         self._received_tensors: ReceivedTensors | None = None
         self.recorder: Callable[[int, Tensors, Callable[[int, Tensors], Tensors]], Tensors] | None = None
@@ -464,14 +462,8 @@ class Stage:
     def run_collective(self, op: int, failed: bool) -> None:
         """Run UNSHARD, RESHARD or REDUCE_GRAD, or prepare the last B or W before it; no-op without replicas.
 
-        A rank on which the step ``failed`` takes part all the same, as its replicas wait, and leaves the mesh first.
+        A rank on which the step ``failed`` takes part all the same, as its replicas wait.
         """
-        if failed:
-            self.leave_mesh()
-        self.join_collective(op, failed)
-
-    def join_collective(self, op: int, failed: bool) -> None:
-        """`run_collective` on a rank that does not leave the mesh."""
         if self.parallel is None:
             return
         if op == Op.UNSHARD:
