@@ -161,8 +161,8 @@ class TestFailure:
         ranks = NativeRanks(blocks(2), program)
         columns = program[1].columns.copy()
         runtime = native.load()
-        hub = runtime.over_loopback([tuple(map(int, c)) for c in program.channels], [0, 1], 0.0)
-        channels = [tuple(map(int, c)) for c in program.channels]
+        channels = program.channels
+        hub = runtime.over_loopback(channels, [0, 1], 0.0)
         with pytest.raises(ValueError, match="stage 1 is not on this rank"):
             runtime.Executor(1, columns, channels, [(0, True, False, False)], hub, 1.0)
         columns[0, 0] = 99

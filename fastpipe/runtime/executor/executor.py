@@ -164,8 +164,7 @@ class NativeExecutor(Executor):
 
     def _prepare(self) -> None:
         runtime: Any = native.load()
-        columns = np.ascontiguousarray(self.program[self.rank].columns)
-        channels = [tuple(map(int, channel)) for channel in self.program.channels]
+        columns = self.program.columns[self.rank]
         places = [(i, stage.is_first, stage.is_last, stage.fused_weight_grad) for i, stage in self.stages.items()]
         self._last_backwards = last_backwards(list(self.program[self.rank]))
         self._splits = bool((columns[0] == Op.I).any())
@@ -173,7 +172,7 @@ class NativeExecutor(Executor):
         self._native = runtime.Executor(
             self.rank,
             columns,
-            channels,
+            self.program.channels,
             places,
             endpoint,
             self.timeout,

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 
 from fastpipe.hardware_queues import why_too_few
@@ -55,13 +54,7 @@ class SharedMemory(Transport):
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """See `Transport.native`."""
-        return runtime.over_shared_memory(self.link, *self.native_arguments(program))
-
-    @staticmethod
-    def native_arguments(program: Program) -> tuple[list[tuple[int, ...]], list[Any]]:
-        """Channels and instructions of all ranks, for C++."""
-        channels = [tuple(map(int, channel)) for channel in program.channels]
-        return channels, [np.ascontiguousarray(of_rank.columns) for of_rank in program]
+        return runtime.over_shared_memory(self.link, program.channels, program.columns)
 
     def exchange(
         self, peer: int, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None
@@ -112,7 +105,7 @@ class CudaIpc(SharedMemory):
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """See `Transport.native`."""
-        return runtime.over_copy_engines(self._copies, *self.native_arguments(program), self.member.device)
+        return runtime.over_copy_engines(self._copies, program.channels, program.columns, self.member.device)
 
     def close(self) -> None:
         """Free the device's memory for messages after all sends have arrived."""
@@ -166,7 +159,7 @@ class Mixed(ProcessGroups):
             source != destination and self._group_of[source] == self._group_of[destination]
             for source, destination, _ in program.channels
         ]
-        return runtime.over_both(self.shared.link, *self.shared.native_arguments(program), near, far)
+        return runtime.over_both(self.shared.link, program.channels, program.columns, near, far)
 
     def unblock(self, failure: Failure) -> None:
         """See `Transport.unblock`."""

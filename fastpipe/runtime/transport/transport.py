@@ -347,8 +347,7 @@ class Loopback(Transport):
         """See `Transport.native`."""
         if program not in self._native_hubs:
             lanes = lane_numbers(self.lanes, program.channels)
-            channels = [tuple(map(int, channel)) for channel in program.channels]
-            self._native_hubs[program] = runtime.over_loopback(channels, lanes, self.delay)
+            self._native_hubs[program] = runtime.over_loopback(program.channels, lanes, self.delay)
         return self._native_hubs[program]
 
     def describe(self) -> str:
