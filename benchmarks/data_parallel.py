@@ -64,7 +64,7 @@ def arm(stage: Stage, num_microbatches: int) -> None:
     def armed(microbatch: int, grads: Any) -> Any:
         done[0] += 1
         if done[0] % num_microbatches == 0:
-            for wrapper in parallel.wrappers:
+            for wrapper in parallel.wrapped:
                 wrapper.reducer.prepare_for_backward([])
         return backward(microbatch, grads)
 
@@ -74,7 +74,7 @@ def arm(stage: Stage, num_microbatches: int) -> None:
 
 def bucket_sizes(pipe: Pipeline) -> list[list[int]]:
     """Elements of each bucket of each local stage, as they are now: an armed reducer makes them anew."""
-    wrappers = [wrapper for stage in pipe._steps.stages for wrapper in stage.parallel.wrappers]
+    wrappers = [wrapper for stage in pipe._steps.stages for wrapper in stage.parallel.wrapped]
     return [[b.buffer().numel() for b in wrapper.reducer._get_zeros_like_grad_buckets()] for wrapper in wrappers]
 
 

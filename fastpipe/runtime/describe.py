@@ -143,7 +143,7 @@ def pairs_text(steps: Steps, program: Program, local: LocalStages) -> str:
         text += "".join(f"; in order: {why}" for why in why_in_order)
     fused = sorted({stage.index for stage in stages if stage.fuses})
     if fused:
-        text += f"; stages {listed(sorted(fused), most=None)} by their own overlapped_forward_backward, with each other"
+        text += f"; stages {listed(fused, most=None)} by their own overlapped_forward_backward, with each other"
     if counts.total:
         text += f"; so far {counts.together} together, {counts.in_order} in order, {counts.fused} by the modules"
         text += f", {counts.in_turns} in turns" if counts.in_turns else ""

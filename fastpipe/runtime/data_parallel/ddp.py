@@ -376,10 +376,11 @@ class Reduced:
 class Replicated(DataParallel):
     """Every replica has the whole stage."""
 
+    wrapped: Sequence[DistributedDataParallel]
     whole_gradients = True
 
     def __init__(self, wrappers: Sequence[DistributedDataParallel], stage: int) -> None:
-        self.wrapped = self.wrappers = wrappers
+        self.wrapped = wrappers
         self.stage = stage
         self.device: torch.device = wrappers[0].device
         self.groups = list(dict.fromkeys(wrapper.process_group for wrapper in wrappers))
@@ -397,13 +398,13 @@ class Replicated(DataParallel):
         self._starts_early = self._may_start_early()
 
     def _may_start_early(self) -> bool:
-        modules = (module for wrapper in self.wrappers for module in wrapper.module.modules())
-        return len(self.wrappers) == 1 and not any(isinstance(module, nn.SyncBatchNorm) for module in modules)
+        modules = (module for wrapper in self.wrapped for module in wrapper.module.modules())
+        return len(self.wrapped) == 1 and not any(isinstance(module, nn.SyncBatchNorm) for module in modules)
 
     def prepare(self) -> None:
         """Refuse a communication hook whose gradients and buckets would differ in dtype, and contexts in which replicas
         that have no batch expect the collectives of the wrapper's own forward and backward."""
-        for wrapper in self.wrappers:
+        for wrapper in self.wrapped:
             if torch_private.is_joined(wrapper):
                 raise ValueError(
                     f"data_parallel: the DistributedDataParallel of stage {self.stage} was given to Join, where "
@@ -425,7 +426,7 @@ class Replicated(DataParallel):
     def unreduced(self) -> list[str]:
         """By wrapper, in the order of a new DistributedDataParallel."""
         # no_sync() of the user is respected
-        reducing = [wrapper for wrapper in self.wrappers if wrapper.require_backward_grad_sync]
+        reducing = [wrapper for wrapper in self.wrapped if wrapper.require_backward_grad_sync]
         found = [(wrapper, self._reduced[wrapper].unreduced()) for wrapper in reducing]
         for wrapper in (wrapper for wrapper, names in found if names):
             _check_options(wrapper, self.stage)
@@ -457,15 +458,15 @@ class Replicated(DataParallel):
         super().begin(reduces, num_microbatches, timeout)
         self._took_part = self._skips = False
         self._set = [
-            {name: vars(w)[name] for name in torch_private.NOT_REDUCING if name in vars(w)} for w in self.wrappers
+            {name: vars(w)[name] for name in torch_private.NOT_REDUCING if name in vars(w)} for w in self.wrapped
         ]
-        for wrapper, flags in zip(self.wrappers, self._set, strict=True):
+        for wrapper, flags in zip(self.wrapped, self._set, strict=True):
             vars(wrapper).update({name: torch_private.NOT_REDUCING[name] for name in flags})
 
     def unshard(self) -> None:
         """Broadcast the first replica's buffers, as the wrapper's forward does."""
         wrapper: Any
-        for wrapper in filter(torch_private.sends_buffers, self.wrappers):
+        for wrapper in filter(torch_private.sends_buffers, self.wrapped):
             wrapper.require_forward_param_sync = False
             group = wrapper.process_group
             if group in self.broken:
@@ -483,7 +484,7 @@ class Replicated(DataParallel):
         # first; a SyncBatchNorm has collectives of its own in the backward.
         is_early = self._starts_early and not self._begun and not self.lost()
         if self._reduces and is_early and self._set[0]["require_backward_grad_sync"]:
-            self._early = self._average(self.wrappers[0])
+            self._early = self._average(self.wrapped[0])
             if not self._early.in_turn:
                 self._early.watch(comes)
 
@@ -494,7 +495,7 @@ class Replicated(DataParallel):
         self._begun = True
         if self.lost():  # `finish` reports that this replica took no part
             return
-        for wrapper, flags in zip(self.wrappers, self._set, strict=True):
+        for wrapper, flags in zip(self.wrapped, self._set, strict=True):
             # no_sync() of the user is respected
             if flags["require_backward_grad_sync"]:
                 average = self._early or self._average(wrapper)
@@ -574,7 +575,7 @@ class Replicated(DataParallel):
         if self._early is not None:
             self._early.unwatch()
             self._early = None
-        for wrapper, flags in zip(self.wrappers, self._set, strict=True):
+        for wrapper, flags in zip(self.wrapped, self._set, strict=True):
             vars(wrapper).update(flags)
         for wrapper in reduced:
             # as after a normal backward: the next forward broadcasts the buffers

@@ -55,7 +55,7 @@ class Sharded(DataParallel):
     whole_gradients = False
 
     def __init__(self, modules: Sequence[Any], stage: int) -> None:
-        self.wrapped = self.modules = modules
+        self.wrapped = modules
         self.stage = stage
         self._states = torch_private.fsdp_states(modules)
         self._groups = [group for state in self._states for group in torch_private.fsdp_groups(state)]
@@ -90,7 +90,7 @@ class Sharded(DataParallel):
     def _check_groups(self) -> None:
         """Refuse groups of modules that FSDP cannot run in this stage: it needs one that is around all of a group."""
         for members in map(torch_private.fsdp_modules, self._states):
-            around = (set(module.modules()) for module in self.modules if module not in members)
+            around = (set(module.modules()) for module in self.wrapped if module not in members)
             if len(members) > 1 and not any(inner.issuperset(members) for inner in around):
                 kinds = [type(member).__name__.removeprefix("FSDP") for member in members]
                 raise ValueError(
@@ -100,7 +100,7 @@ class Sharded(DataParallel):
 
     def _inner(self) -> list[nn.Module]:
         """All sharded modules and their submodules."""
-        return list(dict.fromkeys(inner for module in self.modules for inner in walked(module)))
+        return list(dict.fromkeys(inner for module in self.wrapped for inner in walked(module)))
 
     def unreduced(self) -> list[str]:
         """An empty list: `fully_shard` cannot cover parameters later.
@@ -198,7 +198,7 @@ class Sharded(DataParallel):
                 f"for {_MODES[self._mode]}; with fully_shard call step, eval_step and no_sync alike in all of them"
             )
         if count * trained_squares != trained**2:
-            inner_first = (named for module in reversed(self.modules) for named in module.named_parameters())
+            inner_first = (named for module in reversed(self.wrapped) for named in module.named_parameters())
             frozen = {parameter: name for name, parameter in inner_first if not parameter.requires_grad}
             return (
                 f"the replicas of stage {self.stage}, in the processes {self.processes()}, do not train the same "

@@ -20,8 +20,6 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from fastpipe.errors import StepError
@@ -45,7 +43,7 @@ from fastpipe.runtime.executor.executor import Check, Executor, NativeExecutor, 
 from fastpipe.runtime.stage import PairCounts, Stage
 from fastpipe.runtime.transport import MeshGroups, Transport, leave_groups
 
-Spans = dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]
+Spans = dict[int, tuple[Seconds, Seconds]]
 """Start and end of every instruction, by rank."""
 
 _CLOSING_SECONDS = 10

@@ -63,11 +63,6 @@ class Record:
     caught: dict[int, torch.Tensor]
     weights: Any
 
-    def input_grads(self) -> Tensors:
-        """After the backward: the gradients of the inputs that require one."""
-        differentiable = [(i, t) for i, t in enumerate(self.inputs) if t.requires_grad]
-        return tuple(self.caught[i] if i in self.caught else torch.zeros_like(t) for i, t in differentiable)
-
 
 _NOTHING = contextlib.nullcontext()
 
@@ -416,10 +411,11 @@ class Stage:
         return self._input_grads(record)
 
     def _input_grads(self, record: Record) -> Tensors:
-        found = record.input_grads()
-        if found:
-            self.reaches_inputs = bool(self.reaches_inputs or record.caught)
-        return found
+        """After the backward: the gradients of the inputs that require one."""
+        caught, inputs = record.caught, {i: t for i, t in enumerate(record.inputs) if t.requires_grad}
+        if inputs:
+            self.reaches_inputs = bool(self.reaches_inputs or caught)
+        return tuple(caught[i] if i in caught else torch.zeros_like(t) for i, t in inputs.items())
 
     def _root_grads(self, microbatch: int, outputs: Tensors, grads: Tensors) -> Sequence[torch.Tensor] | None:
         if not self.is_last:

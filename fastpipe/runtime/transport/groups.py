@@ -507,7 +507,8 @@ class MeshGroups:
 
     def __init__(self, groups: Mapping[str, Any] | None = None, device: torch.device = CPU) -> None:
         self._names = {_name_of(name, group) for name, group in (groups or {}).items()}
-        self._groups, self._device = list((groups or {}).values()), device
+        self.groups: Sequence[Any] = list((groups or {}).values())
+        self._device = device
         self._failed = False
 
     @classmethod
@@ -515,22 +516,17 @@ class MeshGroups:
         """Whether a failure has ended this dimension's group, or one that torch would use instead."""
         return _name_of(name, group) in cls._ended
 
-    @property
-    def groups(self) -> Sequence[Any]:
-        """The groups."""
-        return self._groups
-
     def abort(self) -> None:
         """A rank failed or is lost: abort what can be aborted from any thread."""
         failed, self._failed = self._failed, True
         self._ended.update(self._names)
         if not failed and self._device.type == "cuda":
-            start_aborts([torch_private.backend_for(group, self._device) for group in self._groups])
+            start_aborts([torch_private.backend_for(group, self._device) for group in self.groups])
 
     def leave(self) -> None:
         """After `abort`, in the thread that runs the stages and outside of any: close the connections of Gloo."""
         if self._failed:
-            leave_groups(self._groups, self._device)
+            leave_groups(self.groups, self._device)
 
     def end(self) -> None:
         """`abort` and `leave`, as a rank of the mesh has failed. A rank that drains may learn of it by a stand-in for a

@@ -327,8 +327,6 @@ class ProcessGroups(Transport):
 
     def endpoint(self, program: Program, rank: int, timeout: float) -> Endpoint:
         """See `Transport.endpoint`."""
-        if not self.has_endpoint:
-            return super().endpoint(program, rank, timeout)
         self._connect_all(program)
         return _ProcessGroupEndpoint(self, program.channels, rank, timeout)
 
