@@ -245,9 +245,9 @@ def test_what_is_loaded_is_loaded_into_both_copies_of_a_stage(schedule: str, how
     assert torch.allclose(*losses, rtol=1e-6)
 
 
-def tied_late() -> list[nn.Module]:
+def tied_late(wrap: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> list[nn.Module]:
     """Twelve layers; the eleventh, whose name comes first in an alphabet, has a weight of the third."""
-    layers = CASE.layers(12)
+    layers = [wrap(layer) for layer in CASE.layers(12)]
     third, eleventh = (next(m for m in layers[i].modules() if isinstance(m, nn.Linear)) for i in (2, 10))
     eleventh.weight = third.weight
     return layers
@@ -264,6 +264,33 @@ def test_a_tied_weight_has_the_name_that_torch_gives_it_in_every_cut(before: int
     expected = train(one, optimizer, range(2, 4))
     for found, loss in zip(train(other, loaded, range(2, 4)), expected, strict=True):
         torch.testing.assert_close(found, loss)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "state", "assigned"])
+def test_two_values_are_not_loaded_into_one_tied_weight(how: str, tmp_path: Path) -> None:
+    """Both names are in every checkpoint, and read in any case: to compare them costs a copy of the weight."""
+    weights = "2.linear.weight and 10.linear.weight"
+
+    def load(pipe: Pipeline, saved: Pipeline) -> None:
+        if how == "checkpoint":
+            save_checkpoint(tmp_path, saved)
+            return load_checkpoint(tmp_path, pipe)
+        return pipe.load_state_dict(copy.deepcopy(saved.state_dict()), assign=how == "assigned")
+
+    saved = pipeline("1f1b", 2, CASE.layers(12))
+    tied, wrapped = pipeline("1f1b", 2, tied_late()), pipeline("1f1b", 2, tied_late(checkpoint_wrapper))
+    for pipe in (tied, wrapped):
+        with pytest.raises(ValueError, match=f"tied: {weights} are one weight .* two different values"):
+            load(pipe, saved)
+    # equal values are one value, also those that are equal to nothing
+    state = saved.state_dict()
+    state["2.linear.weight"].fill_(torch.nan)
+    state["10.linear.weight"].fill_(torch.nan)
+    load(tied, saved)
+    assert all(same_bits(value, state[key]) for key, value in tied.state_dict().items())
+    # the value of a tied weight is that of both
+    load(saved, pipeline("1f1b", 2, tied_late()))
+    assert same_bits(*(saved.state_dict()[f"{layer}.linear.weight"] for layer in (2, 10)))
 
 
 def test_saving_in_the_background_takes_what_there_was(tmp_path: Path) -> None:

@@ -688,7 +688,7 @@ def assignable(state: Mapping[str, Any], ties: Sequence[Tie], device: torch.devi
             )
     found = dict(state)
     for tie in ties:
-        names = [name for name in tie.names if isinstance(state.get(name), torch.Tensor)]
+        names = [key for key in tie.keys if isinstance(state.get(key), torch.Tensor)]
         if names and not is_dtensor(state[names[0]]):
             found |= dict.fromkeys(names, nn.Parameter(state[names[0]].detach(), requires_grad=False))
     return found

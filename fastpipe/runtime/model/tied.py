@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fastpipe.placement import Placement
 from fastpipe.runtime.common import (
     alias_of,
+    bytes_of,
     dense_grad,
     digest_of,
     grad_dtype_of,
@@ -76,6 +77,11 @@ class Tie:
     def stages(self) -> list[int]:
         """The stages that use the weight, ascending."""
         return sorted({stage for stage, _ in self.members})
+
+    @property
+    def keys(self) -> list[str]:
+        """The names in a state."""
+        return [torch_private.name_in_state(name) for name in self.names]
 
 
 def put(places: Places, parameter: nn.Parameter) -> None:
@@ -586,6 +592,33 @@ def make_tied(
 def first_names(ties: Sequence[Tie]) -> dict[str, tuple[int, str]]:
     """From each further name of a tied weight to the weight's first stage and name."""
     return {name: (tie.members[0][0], tie.names[0]) for tie in ties for name in tie.names[1:]}
+
+
+def with_all_names(state: Mapping[str, Any], ties: Sequence[Tie]) -> dict[str, Any]:
+    """A state to load values into: every name of a tied weight, also of other processes' stages, with its own memory.
+
+    So a checkpoint of untied weights does not overwrite one value by another before `check_equal` has compared them.
+    """
+    found = dict(state)
+    for tie in ties:
+        if own := [key for key in tie.keys if key in state]:
+            found |= {key: torch.empty_like(state[own[0]]) for key in tie.keys if key != own[0]}
+    return found
+
+
+def check_equal(state: Mapping[str, Any], ties: Sequence[Tie]) -> None:
+    """Refuse a state with different values for the names of a tied weight: only one of them would remain."""
+    for tie in ties:
+        values = [(key, state.get(key)) for key in tie.keys]
+        there = [(key, value) for key, value in values if isinstance(value, torch.Tensor) and not value.is_meta]
+        for (first, own), (key, other) in zip(there, there[1:], strict=False):
+            # bits, as NaN is not equal to itself
+            if not torch.equal(bytes_of(local_part(own)), bytes_of(local_part(placed(other, own)))):
+                raise ValueError(
+                    f"tied: {first} and {key} are one weight in this Pipeline, and the loaded state has two different "
+                    "values for them, of which one would be lost: build the Pipeline of a model in which they are not "
+                    "tied, or save one value for both"
+                )
 
 
 def split_name(name: Any, num_stages: int) -> tuple[int, str]:
