@@ -69,6 +69,7 @@ from fastpipe.runtime.common import (
     lost_text,
     pytree,
     torch_private,
+    unrepeated,
     waiting,
 )
 from fastpipe.runtime.coordination import Control, Reply
@@ -570,9 +571,21 @@ def whole_state(pipe: Pipeline, optimizers: Optimizers, extra: Any) -> dict[str,
     """What this rank saves: sections by name; without copies of tensors."""
     pipe._steps.check_filled()
     names = names_of(pipe)
+    model = pipe.state_dict()
+    _check_unrepeated(model)
     # DCP saves a tuple as one value
     kept = {"extra": (extra,), "random": _generators(pipe), "steps": (pipe.step_count,)}
-    return {"model": pipe.state_dict(), "optimizer": flat_state(optimizers, names)} | kept
+    return {"model": model, "optimizer": flat_state(optimizers, names)} | kept
+
+
+def _check_unrepeated(state: Mapping[str, Any]) -> None:
+    """Refuse a tensor of `expand`: torch copies nothing into its repeated elements, so it could not be loaded."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and unrepeated(value) is not value:
+            raise ValueError(
+                f"stages: elements of {key} share memory (by expand, for example), and a checkpoint could not be "
+                "loaded into it: register a clone() of it, or register_buffer(..., persistent=False) for a constant"
+            )
 
 
 def _write(writer: _Writer, state: dict[str, Any], group: Any) -> None:
@@ -730,6 +743,7 @@ def load_checkpoint(
         ties = pipe._local.ties
         state.update(model=with_all_names(pipe.state_dict(), ties))
         state.update({name: None for name in ("extra", "steps") if name in saved})  # a plain model's save has neither
+        _check_unrepeated(state["model"])
         _check_model(_flat_model(state["model"]), saved, path)
         state.update(model=with_all_names(pipe.to_empty().state_dict(), ties))
         state.update(optimizer=template(optimizers, names, _section(saved, "optimizer")))

@@ -413,6 +413,27 @@ def test_what_does_not_fit(load: Callable[[Path], Any], error: type[Exception], 
         load(tmp_path)
 
 
+def test_a_tensor_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    def build(value: torch.Tensor) -> Pipeline:
+        layers = CASE.layers(8)
+        layers[6].register_buffer("scale", value)
+        return pipeline("1f1b", 2, layers)
+
+    dense, expanded = build(torch.ones(3)), build(torch.ones(1).expand(3))
+    one_row = build(torch.ones(3).expand(1, 3))  # as position ids often are
+    save_checkpoint(tmp_path / "dense", dense)
+    refused = (
+        lambda: save_checkpoint(tmp_path / "a", expanded),
+        lambda: load_checkpoint(tmp_path / "dense", expanded),
+        lambda: MemoryCheckpoint(expanded, name="expanded", folder=tmp_path).save(),
+    )
+    for call in refused:
+        with pytest.raises(ValueError, match="elements of 6.scale share memory"):
+            call()
+    save_checkpoint(tmp_path / "row", one_row)
+    load_checkpoint(tmp_path / "row", one_row)
+
+
 def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     pipe = pipeline("1f1b", 2)
     with pytest.raises(TypeError, match="optimizer is a int: give a torch optimizer"):

@@ -72,6 +72,7 @@ from fastpipe.runtime.common.tensors import (
     specs_text,
     tensor_leaves,
     tensors_in,
+    unrepeated,
 )
 from fastpipe.runtime.common.torch_private import children_of, parameters_of, pytree, version_of
 from fastpipe.runtime.common.waits import (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common.tensors import is_dtensor, local_part
+from fastpipe.runtime.common.tensors import is_dtensor, local_part, unrepeated
 from fastpipe.runtime.common.torch_private import buffers_of, children_of, version_of, without_wait
 
 
@@ -38,7 +38,7 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
         A function that restores them; may be called repeatedly.
     """
     places = [(module, dict(buffers_of(module).items())) for root in modules for module in root.modules()]
-    found = {id(b): b for _, named in places for b in named.values() if b is not None}.values()
+    found = {id(b): unrepeated(b) for _, named in places for b in named.values() if b is not None}.values()
     kept = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in found]
 
     def put_back() -> None:
