@@ -33,6 +33,7 @@ from fastpipe.runtime.common.modules import (
     SavedBytes,
     alias_of,
     allocate,
+    bind_alias,
     by_mesh,
     check_grad_dtype,
     check_shapes,

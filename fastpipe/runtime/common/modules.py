@@ -167,10 +167,18 @@ def has_grad_dtype(parameter: torch.Tensor) -> bool:
 
 def alias_of(parameter: torch.Tensor) -> nn.Parameter:
     """Another parameter on the same memory, with its own gradient in the same dtype."""
-    alias = nn.Parameter(parameter.detach())
+    alias = nn.Parameter(parameter.detach(), parameter.requires_grad)
     if has_grad_dtype(parameter):
         alias.grad_dtype = grad_dtype_of(parameter)
     return alias
+
+
+def bind_alias(alias: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Give an alias the parameter's memory and gradient flag, which may have changed."""
+    if alias.is_meta and not parameter.is_meta:
+        allocate(alias, parameter.device)  # torch sets no memory of another kind of tensor
+    alias.data = parameter.data
+    alias.requires_grad_(parameter.requires_grad)
 
 
 def dense_grad(grad: torch.Tensor) -> torch.Tensor:

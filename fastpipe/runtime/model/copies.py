@@ -2,9 +2,9 @@
 
 Bidirectional schedules hold every stage twice, with equal parameters, and each holder computes its half of the
 microbatches. After the step both have the same gradient: the first half's sum plus the second half's, added to the
-earlier ``.grad``. If one process has both holders, the second is a hidden copy that follows the first. Between
-processes the two exchange their gradients, and both optimizers apply the same step to the same numbers. Each holder has
-its own buffers.
+earlier ``.grad``. If one process has both holders, the second is a hidden copy that follows the first; its parameters
+are aliases, on the same memory with their own gradients. Between processes the two exchange their gradients, and both
+optimizers apply the same step to the same numbers. Each holder has its own buffers.
 
 A layer in several stages of one process runs on two ranks at once, and each needs its own alias of a weight. So each
 later stage has a twin of the layer with its own ``_parameters`` and ``_modules``. The twin shares the rest: buffers and
@@ -28,7 +28,9 @@ from torch import nn
 
 from fastpipe.placement import Placement
 from fastpipe.runtime.common import (
+    alias_of,
     allocate,
+    bind_alias,
     children_of,
     dense_grad,
     is_dtensor,
@@ -179,8 +181,8 @@ class StageCopies:
     _noted: Sequence[tuple[torch.Tensor, int]] = ()
     _written = (
         "stages: the step wrote to the parameter {} (nn.Embedding(max_norm=) does, for example), and the schedule "
-        "holds its stage twice: each copy followed half of the microbatches, and they differ now; load the weights "
-        "again, and change them between steps, or use a schedule that holds every stage once"
+        "holds its stage twice: each copy wrote what follows from half of the microbatches; load the weights again, "
+        "and change them between steps, or use a schedule that holds every stage once"
     )
 
     def prepare(self) -> Changes:
@@ -331,14 +333,13 @@ class LocalCopies(StageCopies):
         return {}
 
     def equalise(self, *, initialised: bool = False) -> None:
-        """Replace what the copies have on meta by the originals' values."""
+        """Give the copies' buffers on meta the originals' values."""
         for original, copied in self.modules:
-            for tensors_of in (parameters_of, torch_private.buffers_of):
-                for name, own in tensors_of(copied).items():
-                    theirs = tensors_of(original).get(name)
-                    if own is not None and own.is_meta and theirs is not None:
-                        allocate(own, theirs.device)
-                        own.detach().copy_(theirs.detach())
+            for name, own in torch_private.buffers_of(copied).items():
+                theirs = torch_private.buffers_of(original).get(name)
+                if own is not None and own.is_meta and theirs is not None:
+                    allocate(own, theirs.device)
+                    own.copy_(theirs)
 
     def loaded(self) -> None:
         """Load the originals' states into the copies; those on meta get theirs in `equalise`."""
@@ -347,19 +348,14 @@ class LocalCopies(StageCopies):
                 copied.load_state_dict(original.state_dict())
 
     def follow(self) -> None:
-        """Copy the user's changes, such as the optimizer's step and `eval`, to the copies."""
+        """Apply the user's changes, such as `eval`, to the copies; their parameters are on the originals' memory."""
         for (original, copied), seen in zip(self.modules, self._seen, strict=True):
             follow_attributes(original, copied, seen, self._made, torch_private.OWN_STATE)
         # the current ones: any may have been replaced
         self.parameters = _pairs_of_parameters(self.modules)
-        with torch.no_grad():
-            for first, second in self.parameters:
-                # products of other strides are rounded in another order
-                if (second.shape, second.stride(), second.dtype) != (first.shape, first.stride(), first.dtype):
-                    second.data = torch.empty_like(first)
-                second.copy_(first)
-                second.requires_grad_(first.requires_grad)
-                torch_private.share_hooks(second, first)
+        for first, second in self.parameters:
+            bind_alias(second, first)
+            torch_private.share_hooks(second, first)
         self._note(parameter for pair in self.parameters for parameter in pair)
 
     def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -569,10 +565,12 @@ def modules_by_rank(
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """A deep copy. What a forward has left on a module, such as a loss, is copied without its graph."""
+    """A deep copy, whose parameters are aliases. What a forward has left on a module, such as a loss, is copied without
+    its graph."""
     attributes = pytree.tree_leaves([vars(m) for m in module.modules()])
     graphs = [value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf]
-    made = copy.deepcopy(module, {id(value): value.detach().clone() for value in graphs})
+    aliases: dict[int, Any] = {id(parameter): alias_of(parameter) for parameter in module.parameters()}
+    made = copy.deepcopy(module, aliases | {id(value): value.detach().clone() for value in graphs})
     for original, copied in zip(module.modules(), made.modules(), strict=True):
         if isinstance(original, WholeNames) and isinstance(copied, WholeNames):
             copied.share_modes(original)

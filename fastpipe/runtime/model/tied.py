@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fastpipe.placement import Placement
 from fastpipe.runtime.common import (
     alias_of,
+    bind_alias,
     bytes_of,
     dense_grad,
     digest_of,
@@ -194,7 +195,7 @@ class Shared:
         if first is None or any(found is not first for stage in self.stages for found in standing[stage]):
             changed = {stage for stage in self.stages if any(p is not self.parameter for p in standing[stage])}
             raise ValueError(_no_longer_one(self.tie, changed))
-        if first is not self.parameter or any(alias.is_meta != first.is_meta for alias in self.aliases.values()):
+        if first is not self.parameter:
             self.parameter = first
             self.aliases = {stage: alias_of(first) for stage in self.aliases}
 
@@ -212,9 +213,7 @@ class Shared:
     def bind_alias(self) -> None:
         """Set the aliases in the later stages."""
         for stage, alias in self.aliases.items():
-            # its memory and gradient flag may have changed
-            alias.data = self.parameter.data
-            alias.requires_grad_(self.parameter.requires_grad)
+            bind_alias(alias, self.parameter)
             put(self.places[stage], alias)
 
     def unbind_alias(self) -> None:
