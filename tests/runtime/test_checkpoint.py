@@ -245,6 +245,21 @@ def test_what_is_loaded_is_loaded_into_both_copies_of_a_stage(schedule: str, how
     assert torch.allclose(*losses, rtol=1e-6)
 
 
+def test_what_is_written_reaches_both_copies_of_a_stage_with_the_next_load() -> None:
+    """Buffers are each copy's own: without a load it stays in the first one."""
+    layers = [Scales(1.0) for _ in range(4)]
+    pipe = pipeline("dualpipe", 2, layers)
+    for layer in layers:
+        layer.scale.fill_(3.0)
+
+    def found() -> list[float]:
+        return sorted(float(value) for stage in pipe._steps.stages for value in stage.module.buffers())
+
+    assert found() == [1.0] * 4 + [3.0] * 4
+    pipe.load_state_dict(pipe.state_dict())
+    assert found() == [3.0] * 8
+
+
 def tied_late(wrap: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> list[nn.Module]:
     """Twelve layers; the eleventh, whose name comes first in an alphabet, has a weight of the third."""
     layers = [wrap(layer) for layer in CASE.layers(12)]
