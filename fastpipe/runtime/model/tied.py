@@ -15,7 +15,7 @@ each later stage's shard follows the first one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -194,7 +194,8 @@ class Shared:
         first = standing[self.stages[0]][0]
         if first is None or any(found is not first for stage in self.stages for found in standing[stage]):
             changed = {stage for stage in self.stages if any(p is not self.parameter for p in standing[stage])}
-            raise ValueError(_no_longer_one(self.tie, changed))
+            members = zip(self.tie.names, self.tie.members, strict=True)
+            raise ValueError(_no_longer_one(self.tie, [name for name, (stage, _) in members if stage in changed]))
         if first is not self.parameter:
             self.parameter = first
             self.aliases = {stage: alias_of(first) for stage in self.aliases}
@@ -281,14 +282,47 @@ class SharedShards(Shared):
         """Nothing to do: every stage keeps its shard."""
 
 
-def _no_longer_one(tie: Tie, changed: Container[int]) -> str:
-    """The remedy if only some names of a weight have a new Parameter."""
-    names = [name for name, (stage, _) in zip(tie.names, tie.members, strict=True) if stage in changed]
+def _no_longer_one(tie: Tie, names: Sequence[str]) -> str:
+    """The remedy if only these names of a weight have a new Parameter."""
     return (
         f"tied: {' and '.join(tie.names)} are one weight in this Pipeline, and since the last step {', '.join(names)} "
         "got another Parameter, or none; assign the same nn.Parameter to all of them, or build a new Pipeline for "
         "weights that are no longer tied"
     )
+
+
+@dataclass(frozen=True)
+class Within:
+    """A weight that has several names in one stage, and none in another. The stage needs nothing for it, but the names
+    must stay one: optimizers and states know its first name.
+
+    Attributes:
+        places: of each name.
+    """
+
+    tie: Tie
+    places: Places
+
+    def changed(self) -> list[str]:
+        """The names that have another Parameter than the first, or none."""
+        found = [parameters_of(module).get(name) for module, name in self.places]
+        return [n for n, own in zip(self.tie.names, found, strict=True) if own is None or own is not found[0]]
+
+    def check(self) -> None:
+        """Refuse weights that are no longer one."""
+        if changed := self.changed():
+            raise ValueError(_no_longer_one(self.tie, changed))
+
+
+def ties_within(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> list[Within]:
+    """The ties within a local stage; not those of shards, which are several Parameters."""
+    found = []
+    for tie in ties:
+        if len(tie.stages) == 1 and tie.stages[0] in modules:
+            own = unwrapped(modules[tie.stages[0]])
+            places = [local.rpartition(".") for _, local in tie.members]
+            found.append(Within(tie, [(own.get_submodule(inner), name) for inner, _, name in places]))
+    return [within for within in found if not within.changed()]
 
 
 def tied_names(layers: nn.Module | None, declared: Sequence[Sequence[str]] | None) -> list[list[str]]:
