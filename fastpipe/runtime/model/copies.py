@@ -42,7 +42,7 @@ from fastpipe.runtime.common import (
     version_of,
     zero_grad_of,
 )
-from fastpipe.runtime.model.chain import Chain, WholeNames
+from fastpipe.runtime.model.chain import Chain, Original
 
 TORCHS_OWN = nn.Module().__dict__.keys() - torch_private.MEMBERS
 """Entries of nn.Module itself, such as hooks, which twins share as they are."""
@@ -565,13 +565,12 @@ def modules_by_rank(
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """A deep copy, whose parameters are aliases. What a forward has left on a module, such as a loss, is copied without
-    its graph."""
-    attributes = pytree.tree_leaves([vars(m) for m in module.modules()])
-    graphs = [value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf]
-    aliases: dict[int, Any] = {id(parameter): alias_of(parameter) for parameter in module.parameters()}
-    made = copy.deepcopy(module, aliases | {id(value): value.detach().clone() for value in graphs})
-    for original, copied in zip(module.modules(), made.modules(), strict=True):
-        if isinstance(original, WholeNames) and isinstance(copied, WholeNames):
-            copied.share_modes(original)
-    return made
+    """A deep copy, whose parameters are aliases, and which has its modes with the module. What a forward has left on a
+    module, such as a loss, is copied without its graph."""
+    memo: dict[int, Any] = {id(parameter): alias_of(parameter) for parameter in module.parameters()}
+    for value in pytree.tree_leaves([vars(m) for m in module.modules()]):
+        if isinstance(value, Original):
+            memo[id(value)] = value
+        elif isinstance(value, torch.Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(module, memo)
