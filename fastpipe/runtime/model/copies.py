@@ -316,21 +316,27 @@ class LocalCopies(StageCopies):
 
     def prepare(self) -> Changes:
         """Refuse changes that the copies cannot follow."""
-        for (original, copied), children in zip(self.modules, self._children, strict=True):
-            changed = _names_of_parameters(original) ^ _names_of_parameters(copied)
-            if children_of(original) != children or changed:
-                kind = type(original).__name__
-                what = f"a part of a {kind} was replaced"
-                if changed:
-                    what = f"the parameter {min(changed)} of a {kind} was added or removed"
-                raise ValueError(
-                    f"stages: {what} since the Pipeline was built, and the schedule holds its stage twice; build a new "
-                    "Pipeline"
-                )
+        for (original, _), children in zip(self.modules, self._children, strict=True):
+            if children_of(original) != children:
+                raise self._changed("a part", original, "replaced")
             check_no_post_hooks(original)
         for stage, copied in self._stages:
-            check_ties_unchanged(stage, copied)
+            firsts: tuple[Firsts, Firsts] = {}, {}
+            for number, pair in enumerate(zip(stage.modules(), copied.modules(), strict=True)):
+                theirs, own = (_first_names(number, module, found) for module, found in zip(pair, firsts, strict=True))
+                if theirs != own:
+                    name = min(name for name in theirs | own if theirs.get(name) != own.get(name))
+                    both = name in theirs and name in own
+                    how = "tied to another one, or separated from it," if both else "added or removed"
+                    raise self._changed(f"the parameter {name}", pair[0], how)
         return {}
+
+    @staticmethod
+    def _changed(what: str, module: nn.Module, how: str) -> ValueError:
+        return ValueError(
+            f"stages: {what} of a {type(module).__name__} was {how} since the Pipeline was built, and the schedule "
+            "holds its stage twice; build a new Pipeline"
+        )
 
     def equalise(self, *, initialised: bool = False) -> None:
         """Give the copies' buffers on meta the originals' values."""
@@ -375,25 +381,14 @@ class LocalCopies(StageCopies):
         self.kept = []
 
 
-def _names_of_parameters(module: nn.Module) -> set[str]:
-    return {name for name, parameter in parameters_of(module).items() if parameter is not None}
+Firsts = dict[int, tuple[int, str]]
+"""By ``id`` of a parameter, the number of the first module that has it, and its name there."""
 
 
-def check_ties_unchanged(stage: nn.Module, copied: nn.Module) -> None:
-    """Refuse one weight in a stage that is two in its copy, or the reverse."""
-    firsts: dict[int, nn.Parameter] = {}
-    seconds: dict[int, nn.Parameter] = {}
-    for module, twin in zip(stage.modules(), copied.modules(), strict=True):
-        for name, second in parameters_of(twin).items():
-            first = parameters_of(module).get(name)
-            if first is None or second is None:
-                continue
-            if firsts.setdefault(id(second), first) is not first or seconds.setdefault(id(first), second) is not second:
-                raise ValueError(
-                    f"stages: the parameter {name} of a {type(module).__name__} was tied to another one, or separated "
-                    "from it, since the Pipeline was built, and the schedule holds its stage twice; build a new "
-                    "Pipeline"
-                )
+def _first_names(number: int, module: nn.Module, firsts: Firsts) -> dict[str, tuple[int, str]]:
+    """The first names of a module's own parameters, by name; new parameters are added to ``firsts``."""
+    there = {name: parameter for name, parameter in parameters_of(module).items() if parameter is not None}
+    return {name: firsts.setdefault(id(parameter), (number, name)) for name, parameter in there.items()}
 
 
 def _pairs_of_parameters(modules: Sequence[tuple[nn.Module, nn.Module]]) -> list[tuple[nn.Parameter, nn.Parameter]]:

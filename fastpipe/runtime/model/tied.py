@@ -170,6 +170,8 @@ class Shared:
     """One weight on this process: a Parameter (`agreed`, equal on all its processes), and an alias per later stage.
 
     Args:
+        tie: of several stages.
+        places: of the weight, by local stage.
         is_averaged: whether its stages are in DistributedDataParallel.
     """
 
@@ -179,9 +181,8 @@ class Shared:
         self.stages = sorted(places)
         module, name = places[self.stages[0]][0]
         self.parameter = self.agreed = module.get_parameter(name)
-        self.everywhere = places
-        self.places = {stage: places[stage] for stage in self.stages[1:]}
-        self.aliases = {stage: alias_of(self.parameter) for stage in self.places}
+        self.places = places
+        self.aliases = {stage: alias_of(self.parameter) for stage in self.stages[1:]}
         self.kept: torch.Tensor | None = None
 
     def adopt(self) -> None:
@@ -190,7 +191,7 @@ class Shared:
         Raises:
             ValueError: if the places have different ones.
         """
-        standing = {stage: [parameters_of(m).get(name) for m, name in self.everywhere[stage]] for stage in self.stages}
+        standing = {stage: [parameters_of(m).get(name) for m, name in self.places[stage]] for stage in self.stages}
         first = standing[self.stages[0]][0]
         if first is None or any(found is not first for stage in self.stages for found in standing[stage]):
             changed = {stage for stage in self.stages if any(p is not self.parameter for p in standing[stage])}
@@ -202,7 +203,7 @@ class Shared:
 
     def check_hooks(self) -> None:
         """Refuse hooks that were added after the Pipeline was built; see `check_no_hooks`."""
-        for parameter in (self.parameter, *self.aliases.values()) if len(self.tie.stages) > 1 else ():
+        for parameter in (self.parameter, *self.aliases.values()):
             check_no_hooks(parameter, self.tie.names[0])
 
     def replaced(self) -> str | None:
@@ -219,8 +220,8 @@ class Shared:
 
     def unbind_alias(self) -> None:
         """Set the Parameter in all stages."""
-        for places in self.places.values():
-            put(places, self.parameter)
+        for stage in self.aliases:
+            put(self.places[stage], self.parameter)
 
     def grads(self) -> dict[int, torch.Tensor | None]:
         """The gradient of each local stage's uses."""
@@ -260,7 +261,8 @@ class SharedShards(Shared):
 
     def __init__(self, tie: Tie, places: Mapping[int, Places]) -> None:
         super().__init__(tie, places)
-        self.aliases = {stage: module.get_parameter(name) for stage, [(module, name), *_] in self.places.items()}
+        firsts = {stage: self.places[stage][0] for stage in self.aliases}
+        self.aliases = {stage: module.get_parameter(name) for stage, (module, name) in firsts.items()}
         for stage, alias in self.aliases.items():
             if local_part(alias).shape != local_part(self.parameter).shape:
                 raise ValueError(
