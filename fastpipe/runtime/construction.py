@@ -342,9 +342,9 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
     copies = {index: skeleton(module) for index, module in every.items()}
     modules = own_modules(build_modules(stages, placement.num_stages, local, cuts))
     check_device(modules, world.device)
-    rest = RestOfModel(layers, modules)
     ties = find_ties(layers, modules, placement.num_stages, cuts, model.tied)
     share(ties, modules)
+    rest = RestOfModel(layers, modules, ties)
     on_meta_here = [index for index, module in modules.items() if on_meta([module])]
     if model.data_parallel is not None:
         modules = _replicated(modules, model.data_parallel, on_meta_here, len(ranks), world)

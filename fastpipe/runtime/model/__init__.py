@@ -70,6 +70,7 @@ from fastpipe.runtime.model.tied import (
     Tie,
     TiedWeights,
     between_ranks,
+    check_equal,
     check_same_kinds,
     first_names,
     kinds_of_ties,
@@ -77,4 +78,5 @@ from fastpipe.runtime.model.tied import (
     named_as_held,
     parameter_of,
     share,
+    with_all_names,
 )

@@ -38,7 +38,16 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.chain import Layers, WholeNames, check_whole_unhooked
-from fastpipe.runtime.model.tied import SHARDED, Tie, kind_of_tie, make_ties, parameter_of, split_name, tied_names
+from fastpipe.runtime.model.tied import (
+    SHARDED,
+    Tie,
+    kind_of_tie,
+    make_ties,
+    parameter_of,
+    split_name,
+    tied_names,
+    ties_within,
+)
 
 Stages = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | Callable[[int], nn.Module] | Mapping[int, nn.Module]
 
@@ -113,7 +122,7 @@ class RestOfModel:
         modules: the stages of this process.
     """
 
-    def __init__(self, layers: Layers | None, modules: Mapping[int, nn.Module]) -> None:
+    def __init__(self, layers: Layers | None, modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
         own = {id(parameter) for module in modules.values() for parameter in module.parameters()}
         named = () if layers is None else layers.chain(range(len(layers))).named_parameters()
         # the caller may let go of them
@@ -121,12 +130,16 @@ class RestOfModel:
         self._modules = modules
         self._known = weakref.WeakSet(() if layers is None or layers.whole is None else layers.whole.modules())
         self._holders = _holders_of(layers, modules)
+        self._ties = ties_within(ties, modules)
         self._parameters = [(name, weakref.ref(parameter)) for name, parameter in named if id(parameter) not in own]
         self._before: dict[str, tuple[int, int] | None] | None = None
         self._is_unused = False
 
     def check_unchanged(self) -> None:
-        """Refuse hooks and layers that were added to the whole module after the Pipeline was built."""
+        """Refuse hooks and layers that were added to the whole module after the Pipeline was built, and weights of one
+        stage that are no longer tied."""
+        for tie in self._ties:
+            tie.check()
         if self._whole is not None:
             check_whole_unhooked(self._whole())
         for path, reference, taken in self._holders:
@@ -688,7 +701,7 @@ def assignable(state: Mapping[str, Any], ties: Sequence[Tie], device: torch.devi
             )
     found = dict(state)
     for tie in ties:
-        names = [name for name in tie.names if isinstance(state.get(name), torch.Tensor)]
+        names = [key for key in tie.keys if isinstance(state.get(key), torch.Tensor)]
         if names and not is_dtensor(state[names[0]]):
             found |= dict.fromkeys(names, nn.Parameter(state[names[0]].detach(), requires_grad=False))
     return found
