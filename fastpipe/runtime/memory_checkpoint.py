@@ -290,8 +290,6 @@ class MemoryCheckpoint:
 
         def work(replies: Replies) -> None:
             assert collective is not None
-            if self._group is None:  # the constructor uses the script's
-                shared.meet()
             with shared.collective():
                 collective(replies)
 

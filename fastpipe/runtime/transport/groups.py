@@ -45,7 +45,6 @@ from fastpipe.runtime.common import (
     pauses,
     torch_private,
     wait_until_idle,
-    waiting,
 )
 from fastpipe.runtime.coordination import (
     Identity,
@@ -152,8 +151,7 @@ class SharedCall:
         # kept, as the script may end the process group while a save in the background goes on
         self._store = torch_private.default_store() if is_shared else None
         self._member, self._maps_ranks = member, maps_ranks
-        self._size, name = len(processes), _new_name("call", tuple(processes))
-        self._key, self._ready = f"{name}/failure", f"{name}/ready"
+        self._key = f"{_new_name('call', tuple(processes))}/failure"
         self._breaker = CircuitBreaker(min(1.0, member.timeout / 4))
         self._has_ended = False
 
@@ -174,24 +172,6 @@ class SharedCall:
             return Failure(self._member.ranks.index(process), cause, is_fatal=True)
         who = "" if process is None else f"process {process}, of another pipeline: "
         return Failure(None, f"{who}{cause}", is_fatal=True)
-
-    def meet(self) -> None:
-        """Wait until all processes are about to begin the collectives, or one has failed before.
-
-        For collectives over a group of the script, which nobody could use any more if some waited in one for others
-        that have raised. After the timeout they begin, and name those that do not come.
-
-        Raises:
-            FailureError: if one has failed.
-        """
-        if (store := self._store) is None:
-            return
-        here = self._breaker.call(lambda: store.add(self._ready, 1), 0)
-        for pause in waiting(self._member.timeout, self._find_failure):
-            if here >= self._size:
-                return
-            time.sleep(pause)
-            here = self._breaker.call(lambda: store.add(self._ready, 0), 0)
 
     @contextlib.contextmanager
     def published(self) -> Iterator[None]:
