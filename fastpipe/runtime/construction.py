@@ -64,6 +64,7 @@ from fastpipe.runtime.model import (
     between_ranks,
     build_modules,
     check_device,
+    check_memory,
     check_same_kinds,
     costs_here,
     cut_by,
@@ -345,6 +346,7 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
     rest = RestOfModel(layers, modules)
     ties = find_ties(layers, modules, placement.num_stages, cuts, model.tied)
     share(ties, modules)
+    check_memory(layers, modules, ties)
     on_meta_here = [index for index, module in modules.items() if on_meta([module])]
     if model.data_parallel is not None:
         modules = _replicated(modules, model.data_parallel, on_meta_here, len(ranks), world)
