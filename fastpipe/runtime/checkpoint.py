@@ -20,6 +20,7 @@ import io
 import logging
 import os
 import pickle
+import sys
 import time
 import warnings
 import zlib
@@ -801,11 +802,21 @@ def as_optimizers(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimi
     """The optimizers that a caller gave."""
     if optimizer is None:
         return []
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return [optimizer]
-    if not isinstance(optimizer, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in optimizer):
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    if not isinstance(optimizers, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: give a torch optimizer, or a list of them")
-    return list(optimizer)
+    _check_holds_state(optimizers)
+    return list(optimizers)
+
+
+def _check_holds_state(optimizers: Optimizers) -> None:
+    """Refuse an optimizer whose state is in another one, inside of it, on one of the replicas."""
+    zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", ())
+    if any(isinstance(one, zero) for one in optimizers):
+        raise ValueError(
+            "optimizer is a ZeroRedundancyOptimizer, whose state checkpoints would lack: shard the stages by "
+            "fully_shard instead, which shards the state of any optimizer, or save and load without optimizer"
+        )
 
 
 def optimizes(pipe: Pipeline, optimizers: Optimizers) -> bool | None:

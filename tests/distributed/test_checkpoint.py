@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fastpipe import MemoryCheckpoint, Pipeline, checkpoint_folder, latest_checkpoint, load_checkpoint, save_checkpoint
 from fastpipe.runtime import checkpoint
@@ -124,6 +125,19 @@ def test_two_values_are_not_loaded_into_a_weight_of_two_processes(tmp_path: Path
     assert all(same_bits(value, state[key]) for key, value in pipe.state_dict().items())
     said = "2.linear.weight and 10.linear.weight are one weight .* two different values"
     refuses(lambda: load_checkpoint(tmp_path / "different", pipe), said)
+
+
+@on_ranks(2)
+def test_an_optimizer_whose_state_is_within_another_one_is_refused(tmp_path: Path) -> None:
+    """Its own state is empty, and so was that of the checkpoint."""
+    pipe = pipeline("1f1b", None)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    zero = ZeroRedundancyOptimizer(pipe.parameters(), torch.optim.AdamW, process_group=alone)
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(ValueError, match="optimizer is a ZeroRedundancyOptimizer, whose state"):
+            call(tmp_path / "a", pipe, [zero])
+    with pytest.raises(ValueError, match="optimizer is a ZeroRedundancyOptimizer, whose state"):
+        MemoryCheckpoint(pipe, zero)
 
 
 @on_ranks(2)

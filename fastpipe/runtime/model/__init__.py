@@ -52,6 +52,7 @@ from fastpipe.runtime.model.modules import (
     assignable,
     build_modules,
     check_device,
+    check_memory,
     find_device,
     find_ties,
     flags_of,

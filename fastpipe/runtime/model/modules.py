@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
@@ -220,6 +220,58 @@ def _in_parts(name: str, parts: Sequence[Mapping[str, nn.Parameter]]) -> tuple[i
     if name.partition(".")[0] in {other.partition(".")[0] for other in known}:
         raise ValueError(f"tied: {name} is no parameter of the model")
     raise ValueError(f"tied: {name!r} names no layer; names begin with the layer's, as {known[0]} does")
+
+
+class _Span(NamedTuple):
+    """The memory of a tensor of the model."""
+
+    device: str
+    start: int
+    end: int
+    name: str
+    is_own: bool
+    is_trained: bool
+
+
+def check_memory(layers: Layers | None, modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
+    """Refuse two tensors over the same memory, one of this process's stages and one of another's, if one is trained.
+
+    In the unsplit model an optimizer that changes one changes the other.
+
+    Args:
+        ties: of the model, whose weights may share memory.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if layers is None:
+        return
+    own = {id(tensor) for module in modules.values() for _, tensor in tensors_of(module)}
+    first_names = {name: tie.names[0] for tie in ties for name in tie.names}
+    last: dict[tuple[str, bool], _Span] = {}
+    for span in sorted(_spans(layers.chain(range(len(layers))), own)):
+        other = last.get((span.device, not span.is_own))
+        if other is not None and span.start < other.end and (span.is_trained or other.is_trained):
+            first, second = sorted((other.name, span.name))
+            if first_names.get(first, first) != first_names.get(second, second):
+                raise ValueError(
+                    f"stages: {first} and {second} are two tensors over the same memory, in stages of different "
+                    "processes, where training changes one without the other: assign one nn.Parameter to both layers, "
+                    "and take views of it in the forward; if they are not one weight, clone() one"
+                )
+        key = span.device, span.is_own
+        last[key] = max(span, last.get(key, span), key=operator.attrgetter("end"))
+
+
+def _spans(model: nn.Module, own: Container[int]) -> Iterator[_Span]:
+    for name, tensor in tensors_of(model):
+        local = local_part(tensor)
+        if type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided and local.numel():
+            extent = 1 + sum((size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True))
+            start, is_trained = local.data_ptr(), isinstance(tensor, nn.Parameter)
+            if start:  # none on meta
+                end = start + extent * local.element_size()
+                yield _Span(str(local.device), start, end, name, id(tensor) in own, is_trained)
 
 
 def check_device(modules: Mapping[int, nn.Module], device: torch.device) -> None:
