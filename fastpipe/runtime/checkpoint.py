@@ -20,6 +20,7 @@ import io
 import logging
 import os
 import pickle
+import sys
 import time
 import warnings
 import zlib
@@ -70,9 +71,11 @@ from fastpipe.runtime.common import (
     lost_text,
     pytree,
     torch_private,
+    unrepeated,
     waiting,
 )
 from fastpipe.runtime.coordination import Control, Reply
+from fastpipe.runtime.model import with_all_names
 from fastpipe.runtime.pipeline import Pipeline
 from fastpipe.runtime.transport import SharedCall, drop_side_group, side_group
 
@@ -140,7 +143,8 @@ def template(optimizers: Optimizers, names: Names, saved: Mapping[str, Any]) -> 
         if (_GROUPS, name) not in index:
             raise KeyError(
                 f"the checkpoint has no state of an optimizer for {name!r}: it was saved without one (by "
-                "transformers, with save_only_model=True); load the model alone, and begin with a new optimizer"
+                "transformers, with save_only_model=True), or this weight was not in it (tied to another one, or "
+                "frozen); load the model alone, and begin with a new optimizer"
             )
         for section in ("state", _GROUPS):
             entries = index.get((section, name), {})
@@ -553,9 +557,21 @@ def whole_state(pipe: Pipeline, optimizers: Optimizers, extra: Any) -> dict[str,
     """What this rank saves: sections by name; without copies of tensors."""
     pipe._steps.check_filled()
     names = names_of(pipe)
+    model = pipe.state_dict()
+    _check_unrepeated(model)
     # DCP saves a tuple as one value
     kept = {"extra": (extra,), "random": _generators(pipe), "steps": (pipe.step_count,)}
-    return {"model": pipe.state_dict(), "optimizer": flat_state(optimizers, names)} | kept
+    return {"model": model, "optimizer": flat_state(optimizers, names)} | kept
+
+
+def _check_unrepeated(state: Mapping[str, Any]) -> None:
+    """Refuse a tensor of `expand`: torch copies nothing into its repeated elements, so it could not be loaded."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and unrepeated(value) is not value:
+            raise ValueError(
+                f"stages: elements of {key} share memory (by expand, for example), and a checkpoint could not be "
+                "loaded into it: register a clone() of it, or register_buffer(..., persistent=False) for a constant"
+            )
 
 
 def _write(writer: _Writer, state: dict[str, Any], group: Any) -> None:
@@ -709,8 +725,8 @@ def load_checkpoint(
         FileNotFoundError: if there is no complete checkpoint.
         KeyError: if it lacks a key that is needed here.
         ValueError: if a file is missing or altered, files of two saves are mixed, or ranks find different checkpoints;
-            if the checkpoint has keys of the model that no rank loads, other shapes, or other parameter groups; if some
-            ranks give an optimizer and others none.
+            if the checkpoint has keys of the model that no rank loads, other shapes, other parameter groups, or two
+            values for a tied weight; if some ranks give an optimizer and others none.
         StepError: if another rank cannot load.
     """
     _check_pipe(pipe)
@@ -729,12 +745,13 @@ def load_checkpoint(
         manifest, metadata = _checked(folder, warns=pipe.rank == 0)
         readers.append(_Reader(folder, manifest.files if manifest else {}, group))
         saved.update(metadata.state_dict_metadata)
-        state.update(model=pipe.state_dict())
+        ties = pipe._local.ties
+        state.update(model=with_all_names(pipe.state_dict(), ties))
         state.update({name: None for name in ("extra", "steps") if name in saved})  # a plain model's save has neither
+        _check_unrepeated(state["model"])
         _check_model(_flat_model(state["model"]), saved, path)
-        state.update(
-            model=pipe.to_empty().state_dict(), optimizer=template(optimizers, names, _section(saved, "optimizer"))
-        )
+        state.update(model=with_all_names(pipe.to_empty().state_dict(), ties))
+        state.update(optimizer=template(optimizers, names, _section(saved, "optimizer")))
         generators = _generators(pipe)
         state.update(random={key: value for key, value in generators.items() if f"random.{key}" in saved})
         save = [manifest.step, manifest.saved] if manifest else None
@@ -785,11 +802,21 @@ def as_optimizers(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimi
     """The optimizers that a caller gave."""
     if optimizer is None:
         return []
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return [optimizer]
-    if not isinstance(optimizer, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in optimizer):
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    if not isinstance(optimizers, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: give a torch optimizer, or a list of them")
-    return list(optimizer)
+    _check_holds_state(optimizers)
+    return list(optimizers)
+
+
+def _check_holds_state(optimizers: Optimizers) -> None:
+    """Refuse an optimizer whose state is in another one, inside of it, on one of the replicas."""
+    zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", ())
+    if any(isinstance(one, zero) for one in optimizers):
+        raise ValueError(
+            "optimizer is a ZeroRedundancyOptimizer, whose state checkpoints would lack: shard the stages by "
+            "fully_shard instead, which shards the state of any optimizer, or save and load without optimizer"
+        )
 
 
 def optimizes(pipe: Pipeline, optimizers: Optimizers) -> bool | None:

@@ -46,6 +46,7 @@ from fastpipe.runtime.coordination import (
 )
 from fastpipe.runtime.data_parallel import (
     DataParallel,
+    check_not_peers,
     check_not_sharded,
     check_parallel,
     find_data_parallel,
@@ -64,6 +65,7 @@ from fastpipe.runtime.model import (
     between_ranks,
     build_modules,
     check_device,
+    check_memory,
     check_same_kinds,
     costs_here,
     cut_by,
@@ -144,6 +146,11 @@ class World:
     def is_single_process(self) -> bool:
         """Whether the ranks are threads of a single process."""
         return self.member.size == 1
+
+    @property
+    def peers(self) -> list[int]:
+        """The processes of the pipeline's other ranks."""
+        return [] if self.is_single_process else [rank for rank in self.member.ranks if rank != dist.get_rank()]
 
     def lost(self) -> Failure | None:
         """The failure that keeps another process, also of a replica, from building its pipeline, if any."""
@@ -342,14 +349,15 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
     copies = {index: skeleton(module) for index, module in every.items()}
     modules = own_modules(build_modules(stages, placement.num_stages, local, cuts))
     check_device(modules, world.device)
-    rest = RestOfModel(layers, modules)
     ties = find_ties(layers, modules, placement.num_stages, cuts, model.tied)
     share(ties, modules)
+    check_memory(layers, modules, ties)
+    rest = RestOfModel(layers, modules, ties)
     on_meta_here = [index for index, module in modules.items() if on_meta([module])]
     if model.data_parallel is not None:
         modules = _replicated(modules, model.data_parallel, on_meta_here, len(ranks), world)
     for index, module in modules.items():
-        check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes)
+        check_parallel(index, find_data_parallel(module, index), len(ranks), placement.num_routes, world.peers)
     by_rank = modules_by_rank(placement, ranks, modules)
 
     def stages_of(modules: Mapping[int, nn.Module]) -> dict[int, Stage]:
@@ -391,6 +399,7 @@ def _replicated(
             "data_parallel: the ranks are threads of this process, which would run the collectives of their stages in "
             "any order; start one process per rank with torchrun"
         )
+    check_not_peers("data_parallel", "give mesh['dp']", dist.get_process_group_ranks(replicas), world.peers)
     if replicas in DataParallel.broken:
         raise _broken("data_parallel", DataParallel.broken[replicas])
     state = thread_state(world.device)
@@ -521,7 +530,7 @@ def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], worl
         if (parallel := stage.parallel) is None or (groups := tuple(parallel.groups)) in compared:
             continue
         compared.add(groups)
-        compare = partial(same_text, str(sorted(arguments.items())), groups, parallel.device)
+        compare = partial(same_text, f"{stage.index} {sorted(arguments.items())}", groups, parallel.device)
         with lost_named(f"of the replicas of stage {stage.index}, ", partial(others_in, groups)):
             same = attended(compare, world.lost, timedelta(seconds=world.timeout))
         if not same:
@@ -531,8 +540,9 @@ def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], worl
                 if name in arguments
             )
             raise ValueError(
-                f"the replicas of stage {stage.index} do not build the same pipeline, here {here}: their collectives "
-                "would not match; pass the same arguments in all replicas"
+                f"the replicas of stage {stage.index}, in the processes {parallel.processes()}, do not build the same "
+                f"pipeline, here {here}, or are other stages there: their collectives would not match; pass the same "
+                "arguments in all replicas, and let each group have the same rank of all pipelines"
             )
 
 

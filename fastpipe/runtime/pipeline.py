@@ -39,6 +39,7 @@ from fastpipe.runtime.model import (
     Stages,
     as_inputs,
     assignable,
+    check_equal,
     find_device,
     first_names,
     named_parameters,
@@ -440,7 +441,7 @@ class Pipeline:
             state.update(own.state_dict(prefix=state_prefix(own, stage)))
         for tie in self._local.ties:
             # only the first of tied shards is trained
-            first, *others = [name for name in tie.names if name in state] or [""]
+            first, *others = [key for key in tie.keys if key in state] or [""]
             state.update({name: state[first] for name in others})
         return state
 
@@ -475,11 +476,13 @@ class Pipeline:
         Raises:
             KeyError: for a missing key; if all stages are local, also for a key that no stage has.
             TypeError: if ``state`` is not a mapping.
-            ValueError: for a stage on meta, without ``assign``; with it, for a tensor on another device.
+            ValueError: for a stage on meta, without ``assign``; with it, for a tensor on another device; for a state
+                with different values for the names of a tied weight.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state is a {type(state).__name__}: pass the model's state_dict()")
         parts: list[tuple[nn.Module, str, list[str]]] = []
+        check_equal(state, self._local.ties)
         state = assignable(state, self._local.ties, self.device) if assign else state
         for stage, wrapped in self.stage_modules.items():
             module = unwrapped(wrapped)

@@ -19,7 +19,7 @@ import torch
 from fastpipe.runtime.common import first_line, is_dtensor, listed
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.model import HuggingFaceStage
+from fastpipe.runtime.model import HuggingFaceStage, check_equal, with_all_names
 from fastpipe.runtime.pipeline import Pipeline
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -58,23 +58,25 @@ def load_safetensors(path: str | os.PathLike[str], pipe: Pipeline) -> None:
     call = f"load_safetensors of {path}"
     files: dict[str, Path] = {}
     sources: list[_Source] = []
+    ties = pipe._local.ties
 
     def check() -> Reply:
         if find_spec("safetensors") is None:
             raise ImportError("fastpipe.load_safetensors needs safetensors: python -m pip install safetensors")
         files.update(_files_of(path))
-        state = pipe.state_dict()
-        sources.extend(_sources(state, files, [tie.names for tie in pipe._local.ties], _model_in(pipe)))
+        state = with_all_names(pipe.state_dict(), ties)
+        sources.extend(_sources(state, files, [tie.keys for tie in ties], _model_in(pipe)))
         _check(sources, state, files, path)
         return {"there": list(files), "used": [*state, *(name for source in sources for name in source.names)]}
 
     def read() -> Reply:
-        state = pipe.to_empty().state_dict()
+        state = with_all_names(pipe.to_empty().state_dict(), ties)
         with torch.no_grad(), _Tensors(files, pipe.device) as tensors:
             for source in sources:
                 for key, value in source.make([tensors.read(name) for name in source.names]).items():
                     if key in state:
                         _copy(state[key], value)
+        check_equal(state, ties)
         pipe._steps.copies.loaded()
         return {}
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fastpipe import MemoryCheckpoint, Pipeline, checkpoint_folder, latest_checkpoint, load_checkpoint, save_checkpoint
 from fastpipe.runtime import checkpoint
@@ -24,7 +25,17 @@ from tests.distributed.test_awkward_errors import ERRORS
 from tests.distributed.test_step import caught, refuses
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH
-from tests.runtime.test_checkpoint import adamw, all_same, fresh, momentum, pipeline, train, uninterrupted
+from tests.runtime.test_checkpoint import (
+    CASE,
+    adamw,
+    all_same,
+    fresh,
+    momentum,
+    pipeline,
+    tied_late,
+    train,
+    uninterrupted,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -99,6 +110,34 @@ def test_whoever_cannot_is_an_error_for_all(tmp_path: Path) -> None:
     torch.randn(3)
     load_checkpoint(folder, pipe, momentum(pipe))
     assert same_bits(torch.get_rng_state(), before)
+
+
+@on_ranks(2)
+def test_two_values_are_not_loaded_into_a_weight_of_two_processes(tmp_path: Path) -> None:
+    """Each process has the weight under one name, and they would train with different values."""
+    save_checkpoint(tmp_path / "different", untied := pipeline("1f1b", None, CASE.layers(12)))
+    state = untied.state_dict()
+    for key in state.keys() & {"2.linear.weight", "10.linear.weight"}:
+        torch.nn.init.ones_(state[key])
+    save_checkpoint(tmp_path / "equal", untied)
+    pipe = pipeline("1f1b", None, tied_late())
+    load_checkpoint(tmp_path / "equal", pipe)
+    assert all(same_bits(value, state[key]) for key, value in pipe.state_dict().items())
+    said = "2.linear.weight and 10.linear.weight are one weight .* two different values"
+    refuses(lambda: load_checkpoint(tmp_path / "different", pipe), said)
+
+
+@on_ranks(2)
+def test_an_optimizer_whose_state_is_within_another_one_is_refused(tmp_path: Path) -> None:
+    """Its own state is empty, and so was that of the checkpoint."""
+    pipe = pipeline("1f1b", None)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    zero = ZeroRedundancyOptimizer(pipe.parameters(), torch.optim.AdamW, process_group=alone)
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(ValueError, match="optimizer is a ZeroRedundancyOptimizer, whose state"):
+            call(tmp_path / "a", pipe, [zero])
+    with pytest.raises(ValueError, match="optimizer is a ZeroRedundancyOptimizer, whose state"):
+        MemoryCheckpoint(pipe, zero)
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -50,6 +51,30 @@ def test_a_stage_of_which_only_some_layers_are_wrapped_is_refused(wrap: str) -> 
     assert wrap == "ddp" or wrong_gradients(pipe, reference) == []
     pipe.stage_modules[pipe.rank].add_module("late", nn.Linear(2, 2))
     assert "but not its late.weight, late.bias" in refusal(lambda: step(pipe, 1, replica))
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "data_parallel", "data_parallel, one pipeline"])
+@on_ranks(4)
+def test_an_average_with_other_ranks_of_the_pipeline_is_refused(way: str) -> None:
+    """Wrappers average over all processes by default: stages of equal shapes would get each other's weights."""
+    over = mesh_and_replica()[0]
+    wrap = {"ddp": DistributedDataParallel, "fsdp": fully_shard}.get(way, lambda layer: layer)
+    given = {"group": None if "one" in way else over["pp"], "data_parallel": over["dp" if "one" in way else "pp"]}
+    if way in ("ddp", "fsdp"):
+        del given["data_parallel"]
+    text = refusal(lambda: Pipeline([wrap(layer) for layer in layers()], "1f1b", 5, squared, **given))
+    assert "averages over the processes [" in text
+    assert "are other ranks of this pipeline" in text
+
+
+@on_ranks(4)
+def test_an_average_with_another_rank_of_another_pipeline_is_refused() -> None:
+    over = mesh_and_replica()[0]
+    groups = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    crossed = groups[dist.get_rank() in (1, 2)]
+    equal = [nn.Linear(4, 4) for _ in range(4)]  # others differ in shape, which DistributedDataParallel refuses
+    text = refusal(lambda: Pipeline(equal, "1f1b", 5, squared, group=over["pp"], data_parallel=crossed))
+    assert "or are other stages there" in text
 
 
 def shard_parts(model: Any, over: DeviceMesh) -> None:

@@ -502,13 +502,14 @@ def test_tools_take_the_whole_mesh(tmp_path: Path) -> None:
         (("pp", "tp"), {"group": "world"}, "mesh and group: both name"),
         (("pp", "tp"), {"overlap": "always"}, "stages run collectives over tp"),
         (("pp", "dp_replicate"), {}, "mesh has 2 replicas of stage"),
-        (("pp", "tp"), {"data_parallel": "world"}, "and 4 more are DTensors, which DistributedDataParallel does not"),
+        (("pp", "tp"), {"data_parallel": "tp"}, "and 4 more are DTensors, which DistributedDataParallel does not"),
     ],
 )
 @on_ranks(4)
 def test_meshes_that_are_refused(names: tuple[str, str], given: dict[str, Any], says: str) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    given = {name: dist.group.WORLD if value == "world" else value for name, value in given.items()}
+    groups = {"world": dist.group.WORLD, "tp": mesh[names[1]]}
+    given = {name: groups.get(value, value) for name, value in given.items()}
     made = layers(mesh) if "data_parallel" in given else [Mlp() for _ in range(2)]
     with pytest.raises((ValueError, RuntimeError), match=says):
         Pipeline(made, "1f1b", 2, nn.functional.mse_loss, mesh=mesh, timeout=60, **given)

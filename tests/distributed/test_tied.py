@@ -127,6 +127,39 @@ def test_a_hook_on_one_rank_is_an_error_on_all() -> None:
     refuses(lambda: pipe.step(x, target=y), said, on=1)
 
 
+class Masked(nn.Module):
+    """Has another layer's weight as a buffer."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("copy", weight.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.get_buffer("copy")
+
+
+@pytest.mark.parametrize("way", ["data", "transposed", "buffer"])
+@on_ranks(2)
+def test_weights_of_several_ranks_over_the_same_memory_are_refused(way: str) -> None:
+    """In one process each is updated with the other; in two, each would be trained by itself."""
+    layers: list[nn.Module] = [nn.Linear(4, 4, bias=False) for _ in range(4)]
+    weight = layers[0].get_parameter("weight")
+    if way == "buffer":
+        layers[3] = Masked(weight)
+    else:
+        layers[3].weight = nn.Parameter(weight.detach().t() if way == "transposed" else weight.data)
+    other = "3.copy" if way == "buffer" else "3.weight"
+    said = f"0.weight and {other} are two tensors over the same memory"
+    refuses(lambda: Pipeline(layers, "1f1b", 4, nn.functional.mse_loss), said)
+    Pipeline(layers, "zbv", 4, nn.functional.mse_loss, partition=[1, 1, 1, 1])  # both are on one rank
+    if way == "data":
+        Pipeline(layers, "1f1b", 4, nn.functional.mse_loss, tied=[("0.weight", "3.weight")])
+    stacked = torch.randn(4, 4, 4)
+    for layer, part in zip(layers[:3], stacked, strict=False):  # parts of one memory
+        layer.weight = nn.Parameter(part)
+    Pipeline(layers, "1f1b", 4, nn.functional.mse_loss)
+
+
 class HiddenHead(nn.Module):
     """Multiplies with the weight of another layer that torch does not know as this module's."""
 

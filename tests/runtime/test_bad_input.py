@@ -361,6 +361,15 @@ def test_what_is_not_dense_is_refused(convert: Callable[[torch.Tensor], torch.Te
         pipe.step(X, target=Y)
 
 
+@pytest.mark.parametrize("place", ["whole", "list", "target"])
+def test_nested_tensors_without_a_shape_are_refused(place: str) -> None:
+    nested = torch.nested.as_nested_tensor([torch.zeros(2, WIDTH), torch.zeros(3, WIDTH)], layout=torch.strided)
+    parts = [nested.clone() for _ in range(4)]
+    x, y = {"whole": (nested, Y), "list": (parts, list(Y.tensor_split(4))), "target": (X, parts)}[place]
+    with pytest.raises(ValueError, match="nested tensor of layout torch.strided, which has no shape"):
+        build(num_ranks=4).step(x, target=y)
+
+
 def test_microbatches_with_histories_of_their_own(executor: str) -> None:
     """They go through; and so does a whole batch where there is no backward."""
     pipe, scale = build(executor=executor), torch.ones(WIDTH, requires_grad=True)

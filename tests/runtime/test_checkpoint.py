@@ -245,9 +245,24 @@ def test_what_is_loaded_is_loaded_into_both_copies_of_a_stage(schedule: str, how
     assert torch.allclose(*losses, rtol=1e-6)
 
 
-def tied_late() -> list[nn.Module]:
+def test_what_is_written_reaches_both_copies_of_a_stage_with_the_next_load() -> None:
+    """Buffers are each copy's own: without a load it stays in the first one."""
+    layers = [Scales(1.0) for _ in range(4)]
+    pipe = pipeline("dualpipe", 2, layers)
+    for layer in layers:
+        layer.scale.fill_(3.0)
+
+    def found() -> list[float]:
+        return sorted(float(value) for stage in pipe._steps.stages for value in stage.module.buffers())
+
+    assert found() == [1.0] * 4 + [3.0] * 4
+    pipe.load_state_dict(pipe.state_dict())
+    assert found() == [3.0] * 8
+
+
+def tied_late(wrap: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> list[nn.Module]:
     """Twelve layers; the eleventh, whose name comes first in an alphabet, has a weight of the third."""
-    layers = CASE.layers(12)
+    layers = [wrap(layer) for layer in CASE.layers(12)]
     third, eleventh = (next(m for m in layers[i].modules() if isinstance(m, nn.Linear)) for i in (2, 10))
     eleventh.weight = third.weight
     return layers
@@ -264,6 +279,33 @@ def test_a_tied_weight_has_the_name_that_torch_gives_it_in_every_cut(before: int
     expected = train(one, optimizer, range(2, 4))
     for found, loss in zip(train(other, loaded, range(2, 4)), expected, strict=True):
         torch.testing.assert_close(found, loss)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "state", "assigned"])
+def test_two_values_are_not_loaded_into_one_tied_weight(how: str, tmp_path: Path) -> None:
+    """Both names are in every checkpoint, and read in any case: to compare them costs a copy of the weight."""
+    weights = "2.linear.weight and 10.linear.weight"
+
+    def load(pipe: Pipeline, saved: Pipeline) -> None:
+        if how == "checkpoint":
+            save_checkpoint(tmp_path, saved)
+            return load_checkpoint(tmp_path, pipe)
+        return pipe.load_state_dict(copy.deepcopy(saved.state_dict()), assign=how == "assigned")
+
+    saved = pipeline("1f1b", 2, CASE.layers(12))
+    tied, wrapped = pipeline("1f1b", 2, tied_late()), pipeline("1f1b", 2, tied_late(checkpoint_wrapper))
+    for pipe in (tied, wrapped):
+        with pytest.raises(ValueError, match=f"tied: {weights} are one weight .* two different values"):
+            load(pipe, saved)
+    # equal values are one value, also those that are equal to nothing
+    state = saved.state_dict()
+    state["2.linear.weight"].fill_(torch.nan)
+    state["10.linear.weight"].fill_(torch.nan)
+    load(tied, saved)
+    assert all(same_bits(value, state[key]) for key, value in tied.state_dict().items())
+    # the value of a tied weight is that of both
+    load(saved, pipeline("1f1b", 2, tied_late()))
+    assert same_bits(*(saved.state_dict()[f"{layer}.linear.weight"] for layer in (2, 10)))
 
 
 def test_saving_in_the_background_takes_what_there_was(tmp_path: Path) -> None:
@@ -384,6 +426,27 @@ def test_what_does_not_fit(load: Callable[[Path], Any], error: type[Exception], 
     save_checkpoint(tmp_path, pipe, momentum(pipe))
     with pytest.raises(error, match=text):
         load(tmp_path)
+
+
+def test_a_tensor_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    def build(value: torch.Tensor) -> Pipeline:
+        layers = CASE.layers(8)
+        layers[6].register_buffer("scale", value)
+        return pipeline("1f1b", 2, layers)
+
+    dense, expanded = build(torch.ones(3)), build(torch.ones(1).expand(3))
+    one_row = build(torch.ones(3).expand(1, 3))  # as position ids often are
+    save_checkpoint(tmp_path / "dense", dense)
+    refused = (
+        lambda: save_checkpoint(tmp_path / "a", expanded),
+        lambda: load_checkpoint(tmp_path / "dense", expanded),
+        lambda: MemoryCheckpoint(expanded, name="expanded", folder=tmp_path).save(),
+    )
+    for call in refused:
+        with pytest.raises(ValueError, match="elements of 6.scale share memory"):
+            call()
+    save_checkpoint(tmp_path / "row", one_row)
+    load_checkpoint(tmp_path / "row", one_row)
 
 
 def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:

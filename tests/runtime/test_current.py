@@ -15,7 +15,7 @@ import fastpipe
 from fastpipe import ActionKind, Pipeline, Schedule
 from fastpipe.runtime import native
 from fastpipe.runtime.stage.context import Current
-from tests.conftest import overlap_of
+from tests.conftest import overlap_of, skip_without_native
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH, Block, squared
 
@@ -101,6 +101,8 @@ def keys(found: list[Current]) -> Counter[tuple[str, int, int]]:
 @pytest.mark.parametrize("executor", ["python", "native", "python alone"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_it_is_right_wherever_one_asks(schedule: str, executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if executor == "native":
+        skip_without_native()
     if executor == "python alone":
         monkeypatch.setattr(native, "load", lambda: None)
     executor = executor.removesuffix(" alone")
@@ -227,10 +229,10 @@ def test_what_a_context_or_an_action_raises_comes_through(schedule: str, executo
     pipe.step(x, target=target)
 
 
-def test_what_is_no_context_is_refused() -> None:
+def test_what_is_no_context_is_refused(executor: str) -> None:
     log = Log()
     with pytest.raises(TypeError, match="backward_context .*int: .*function"):
-        build("1f1b", "native", log, backward_context=3)
-    pipe = build("1f1b", "native", log, forward_context=lambda at: None)
+        build("1f1b", executor, log, backward_context=3)
+    pipe = build("1f1b", executor, log, forward_context=lambda at: None)
     with pytest.raises(TypeError, match="forward_context .*NoneType: .*context manager"):
         pipe.step(*batch()[:1], target=batch()[1])

@@ -40,6 +40,14 @@ def test_a_model_of_several_files(kind: str, tied: bool, tmp_path: Path) -> None
     assert_like(pipe, whole, 9)
 
 
+def test_two_values_are_not_loaded_into_one_tied_weight(tmp_path: Path) -> None:
+    decoder("llama", tied=False).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="model.embed_tokens.weight and lm_head.weight are one weight .* two different"
+    ):
+        fastpipe.load_safetensors(tmp_path, build(on_meta("llama", tied=True)))
+
+
 def test_a_single_file_and_stages_that_have_memory(tmp_path: Path) -> None:
     whole = decoder("llama")
     whole.save_pretrained(tmp_path)

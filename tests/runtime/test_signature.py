@@ -1,6 +1,7 @@
 """What a step looks at to know whether shapes may have changed: every change is noticed, and nothing else."""
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -120,6 +121,11 @@ def test_what_a_mark_negates_is_read_as_it_is() -> None:
 def test_what_is_no_tensor_looks_like_its_type() -> None:
     looks = [look(targets=[Tracker(), Tracker()]) for _ in range(2)]
     assert looks[0] == looks[1]
+
+
+def test_a_nested_tensor_has_a_form_that_can_be_sent() -> None:
+    value = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    assert json.dumps(digest(value)) == json.dumps(digest(value.clone()))
 
 
 def tree() -> nn.Module:

@@ -396,6 +396,23 @@ def test_copies_follow_the_optimizer_into_an_evaluation(executor: str) -> None:
     assert all(same_bits(a, b) for a, b in zip(losses, expected, strict=True))
 
 
+def test_copies_have_the_memory_of_the_parameters() -> None:
+    """Also of frozen ones, of any dtype, and of values that were assigned."""
+    layers = CASE.layers(4)
+    layers[1].register_parameter("shift", nn.Parameter(torch.tensor([3]), requires_grad=False))
+    pipe = pipeline(layers, schedule="dualpipe", count=8, num_ranks=4)
+    batch = batch_of(16)
+    for state in (None, {key: value.clone() for key, value in pipe.state_dict().items()}):
+        if state is not None:
+            pipe.load_state_dict(state, assign=True)
+        pipe.step(batch.args[0], target=batch.target)
+        for stage in pipe._steps.stages:
+            held = pipe.stage_modules[stage.index].named_parameters()
+            for (name, own), (_, parameter) in zip(stage.module.named_parameters(), held, strict=True):
+                assert own.data_ptr() == parameter.data_ptr(), name
+                assert own.requires_grad == parameter.requires_grad == (name != "1.shift"), name
+
+
 def test_a_forward_only_schedule_has_no_reference_step() -> None:
     schedule = make_schedule("forward_only", num_ranks=2, num_microbatches=4)
     with pytest.raises(ValueError, match="no backward"):

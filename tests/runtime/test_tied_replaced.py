@@ -55,6 +55,21 @@ def test_a_layer_that_stands_in_two_stages() -> None:
     compare_steps(pipe, layers)
 
 
+def test_weights_of_one_stage_that_are_no_longer_one_are_refused(executor: str) -> None:
+    """`pipe.parameters()` would lack the new one, and a state have the value of the other."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    layers[1].weight = layers[0].weight
+    pipe = Pipeline(layers, "1f1b", 4, nn.functional.mse_loss, num_ranks=2, executor=executor)
+    x = torch.randn(8, WIDTH)
+    pipe.step(x, target=x)
+    layers[1].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    with pytest.raises(ValueError, match="0.weight and 1.weight are one weight .* 1.weight got another Parameter"):
+        pipe.step(x, target=x)
+    layers[0].weight = layers[1].weight
+    pipe.step(x, target=x)
+    assert next(pipe.parameters()) is layers[1].weight
+
+
 @pytest.mark.parametrize(("only", "name"), [(0, "0.table.weight"), (1, "7.weight")])
 def test_weights_that_are_no_longer_one_are_refused(only: int, name: str) -> None:
     layers = tied_layers()

@@ -33,6 +33,7 @@ from fastpipe.runtime.common.modules import (
     SavedBytes,
     alias_of,
     allocate,
+    bind_alias,
     by_mesh,
     check_grad_dtype,
     check_shapes,
@@ -72,6 +73,7 @@ from fastpipe.runtime.common.tensors import (
     specs_text,
     tensor_leaves,
     tensors_in,
+    unrepeated,
 )
 from fastpipe.runtime.common.torch_private import children_of, parameters_of, pytree, version_of
 from fastpipe.runtime.common.waits import (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common.tensors import is_dtensor, local_part
+from fastpipe.runtime.common.tensors import is_dtensor, local_part, unrepeated
 from fastpipe.runtime.common.torch_private import buffers_of, children_of, version_of, without_wait
 
 
@@ -38,7 +38,7 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
         A function that restores them; may be called repeatedly.
     """
     places = [(module, dict(buffers_of(module).items())) for root in modules for module in root.modules()]
-    found = {id(b): b for _, named in places for b in named.values() if b is not None}.values()
+    found = {id(b): unrepeated(b) for _, named in places for b in named.values() if b is not None}.values()
     kept = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in found]
 
     def put_back() -> None:
@@ -167,10 +167,18 @@ def has_grad_dtype(parameter: torch.Tensor) -> bool:
 
 def alias_of(parameter: torch.Tensor) -> nn.Parameter:
     """Another parameter on the same memory, with its own gradient in the same dtype."""
-    alias = nn.Parameter(parameter.detach())
+    alias = nn.Parameter(parameter.detach(), parameter.requires_grad)
     if has_grad_dtype(parameter):
         alias.grad_dtype = grad_dtype_of(parameter)
     return alias
+
+
+def bind_alias(alias: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Give an alias the parameter's memory and gradient flag, which may have changed."""
+    if alias.is_meta and not parameter.is_meta:
+        allocate(alias, parameter.device)  # torch sets no memory of another kind of tensor
+    alias.data = parameter.data
+    alias.requires_grad_(parameter.requires_grad)
 
 
 def dense_grad(grad: torch.Tensor) -> torch.Tensor:

@@ -206,6 +206,15 @@ def is_block_mask(value: Any) -> bool:
     return module is not None and isinstance(value, module.BlockMask)
 
 
+def unrepeated(tensor: torch.Tensor) -> torch.Tensor:
+    """A view with each element of memory that `expand` repeats once, into which torch copies; else the tensor."""
+    strides = enumerate(tensor.stride()) if tensor.layout is torch.strided and not tensor.is_nested else ()
+    for dim, stride in strides:
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This process's shard of a DTensor; any other tensor itself."""
     if not is_dtensor(tensor):

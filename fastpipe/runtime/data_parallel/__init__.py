@@ -9,6 +9,7 @@ from __future__ import annotations
 from fastpipe.runtime.data_parallel.fsdp import Sharded, is_sharded
 from fastpipe.runtime.data_parallel.interface import DataParallel, others_in, same_text, wait_for
 from fastpipe.runtime.data_parallel.wrappers import (
+    check_not_peers,
     check_not_sharded,
     check_parallel,
     find_data_parallel,

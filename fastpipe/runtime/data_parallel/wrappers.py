@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -108,10 +108,34 @@ def _wrapped(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
             stand_in.requires_grad_(False)
 
 
-def check_parallel(stage: int, parallel: DataParallel | None, num_local_ranks: int, num_routes: int) -> None:
-    """Refuse combinations that the ranks of this process cannot run."""
+def check_not_peers(name: str, remedy: str, processes: Sequence[int], peers: Container[int]) -> None:
+    """Refuse replicas that are other ranks of the same pipeline, whose stages are others.
+
+    Args:
+        name: of what has the replicas, in the error.
+        remedy: what to give instead.
+        processes: of the replicas.
+        peers: the processes of the pipeline's other ranks.
+    """
+    if found := [process for process in processes if process in peers]:
+        raise ValueError(
+            f"{name} averages over the processes {list(processes)}, of which {found} are other ranks of this pipeline, "
+            f"with other stages: {remedy}"
+        )
+
+
+def check_parallel(
+    stage: int, parallel: DataParallel | None, num_local_ranks: int, num_routes: int, peers: Container[int]
+) -> None:
+    """Refuse combinations that the ranks of this process cannot run.
+
+    Args:
+        peers: the processes of the pipeline's other ranks.
+    """
     if parallel is None:
         return
+    remedy = "wrap it over its replicas alone, by fully_shard(..., mesh=mesh['dp']) or process_group="
+    check_not_peers(f"stages: stage {stage}, {parallel.description},", remedy, parallel.processes(), peers)
     if num_local_ranks > 1 and (parallel.num_replicas > 1 or num_routes > 1):
         raise ValueError(
             f"stages: stage {stage} is {parallel.description} and the ranks are threads of this process, which would "

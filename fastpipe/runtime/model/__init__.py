@@ -52,6 +52,7 @@ from fastpipe.runtime.model.modules import (
     assignable,
     build_modules,
     check_device,
+    check_memory,
     find_device,
     find_ties,
     flags_of,
@@ -70,6 +71,7 @@ from fastpipe.runtime.model.tied import (
     Tie,
     TiedWeights,
     between_ranks,
+    check_equal,
     check_same_kinds,
     first_names,
     kinds_of_ties,
@@ -77,4 +79,5 @@ from fastpipe.runtime.model.tied import (
     named_as_held,
     parameter_of,
     share,
+    with_all_names,
 )

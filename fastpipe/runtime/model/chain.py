@@ -230,11 +230,6 @@ class WholeNames(nn.Module):
         self._original, self._copied = Original(original), [(own, Original(module)) for own, module in copied]
         self.follow_modes()
 
-    def share_modes(self, other: WholeNames) -> None:
-        """Stand for the same modules as one that this is a copy of."""
-        self._original = other._original
-        self._copied = [(own, module) for (own, _), (_, module) in zip(self._copied, other._copied, strict=True)]
-
     def train(self, mode: bool = True) -> Self:
         """Set the mode, also of the unsplit model's modules that it stands for."""
         super().train(mode)

@@ -2,9 +2,9 @@
 
 Bidirectional schedules hold every stage twice, with equal parameters, and each holder computes its half of the
 microbatches. After the step both have the same gradient: the first half's sum plus the second half's, added to the
-earlier ``.grad``. If one process has both holders, the second is a hidden copy that follows the first. Between
-processes the two exchange their gradients, and both optimizers apply the same step to the same numbers. Each holder has
-its own buffers.
+earlier ``.grad``. If one process has both holders, the second is a hidden copy that follows the first; its parameters
+are aliases, on the same memory with their own gradients. Between processes the two exchange their gradients, and both
+optimizers apply the same step to the same numbers. Each holder has its own buffers.
 
 A layer in several stages of one process runs on two ranks at once, and each needs its own alias of a weight. So each
 later stage has a twin of the layer with its own ``_parameters`` and ``_modules``. The twin shares the rest: buffers and
@@ -28,7 +28,9 @@ from torch import nn
 
 from fastpipe.placement import Placement
 from fastpipe.runtime.common import (
+    alias_of,
     allocate,
+    bind_alias,
     children_of,
     dense_grad,
     is_dtensor,
@@ -40,7 +42,7 @@ from fastpipe.runtime.common import (
     version_of,
     zero_grad_of,
 )
-from fastpipe.runtime.model.chain import Chain, WholeNames
+from fastpipe.runtime.model.chain import Chain, Original
 
 TORCHS_OWN = nn.Module().__dict__.keys() - torch_private.MEMBERS
 """Entries of nn.Module itself, such as hooks, which twins share as they are."""
@@ -179,8 +181,8 @@ class StageCopies:
     _noted: Sequence[tuple[torch.Tensor, int]] = ()
     _written = (
         "stages: the step wrote to the parameter {} (nn.Embedding(max_norm=) does, for example), and the schedule "
-        "holds its stage twice: each copy followed half of the microbatches, and they differ now; load the weights "
-        "again, and change them between steps, or use a schedule that holds every stage once"
+        "holds its stage twice: each copy wrote what follows from half of the microbatches; load the weights again, "
+        "and change them between steps, or use a schedule that holds every stage once"
     )
 
     def prepare(self) -> Changes:
@@ -314,31 +316,36 @@ class LocalCopies(StageCopies):
 
     def prepare(self) -> Changes:
         """Refuse changes that the copies cannot follow."""
-        for (original, copied), children in zip(self.modules, self._children, strict=True):
-            changed = _names_of_parameters(original) ^ _names_of_parameters(copied)
-            if children_of(original) != children or changed:
-                kind = type(original).__name__
-                what = f"a part of a {kind} was replaced"
-                if changed:
-                    what = f"the parameter {min(changed)} of a {kind} was added or removed"
-                raise ValueError(
-                    f"stages: {what} since the Pipeline was built, and the schedule holds its stage twice; build a new "
-                    "Pipeline"
-                )
+        for (original, _), children in zip(self.modules, self._children, strict=True):
+            if children_of(original) != children:
+                raise self._changed("a part", original, "replaced")
             check_no_post_hooks(original)
         for stage, copied in self._stages:
-            check_ties_unchanged(stage, copied)
+            firsts: tuple[Firsts, Firsts] = {}, {}
+            for number, pair in enumerate(zip(stage.modules(), copied.modules(), strict=True)):
+                theirs, own = (_first_names(number, module, found) for module, found in zip(pair, firsts, strict=True))
+                if theirs != own:
+                    name = min(name for name in theirs | own if theirs.get(name) != own.get(name))
+                    both = name in theirs and name in own
+                    how = "tied to another one, or separated from it," if both else "added or removed"
+                    raise self._changed(f"the parameter {name}", pair[0], how)
         return {}
 
+    @staticmethod
+    def _changed(what: str, module: nn.Module, how: str) -> ValueError:
+        return ValueError(
+            f"stages: {what} of a {type(module).__name__} was {how} since the Pipeline was built, and the schedule "
+            "holds its stage twice; build a new Pipeline"
+        )
+
     def equalise(self, *, initialised: bool = False) -> None:
-        """Replace what the copies have on meta by the originals' values."""
+        """Give the copies' buffers on meta the originals' values."""
         for original, copied in self.modules:
-            for tensors_of in (parameters_of, torch_private.buffers_of):
-                for name, own in tensors_of(copied).items():
-                    theirs = tensors_of(original).get(name)
-                    if own is not None and own.is_meta and theirs is not None:
-                        allocate(own, theirs.device)
-                        own.detach().copy_(theirs.detach())
+            for name, own in torch_private.buffers_of(copied).items():
+                theirs = torch_private.buffers_of(original).get(name)
+                if own is not None and own.is_meta and theirs is not None:
+                    allocate(own, theirs.device)
+                    own.copy_(theirs)
 
     def loaded(self) -> None:
         """Load the originals' states into the copies; those on meta get theirs in `equalise`."""
@@ -347,19 +354,14 @@ class LocalCopies(StageCopies):
                 copied.load_state_dict(original.state_dict())
 
     def follow(self) -> None:
-        """Copy the user's changes, such as the optimizer's step and `eval`, to the copies."""
+        """Apply the user's changes, such as `eval`, to the copies; their parameters are on the originals' memory."""
         for (original, copied), seen in zip(self.modules, self._seen, strict=True):
             follow_attributes(original, copied, seen, self._made, torch_private.OWN_STATE)
         # the current ones: any may have been replaced
         self.parameters = _pairs_of_parameters(self.modules)
-        with torch.no_grad():
-            for first, second in self.parameters:
-                # products of other strides are rounded in another order
-                if (second.shape, second.stride(), second.dtype) != (first.shape, first.stride(), first.dtype):
-                    second.data = torch.empty_like(first)
-                second.copy_(first)
-                second.requires_grad_(first.requires_grad)
-                torch_private.share_hooks(second, first)
+        for first, second in self.parameters:
+            bind_alias(second, first)
+            torch_private.share_hooks(second, first)
         self._note(parameter for pair in self.parameters for parameter in pair)
 
     def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -379,25 +381,14 @@ class LocalCopies(StageCopies):
         self.kept = []
 
 
-def _names_of_parameters(module: nn.Module) -> set[str]:
-    return {name for name, parameter in parameters_of(module).items() if parameter is not None}
+Firsts = dict[int, tuple[int, str]]
+"""By ``id`` of a parameter, the number of the first module that has it, and its name there."""
 
 
-def check_ties_unchanged(stage: nn.Module, copied: nn.Module) -> None:
-    """Refuse one weight in a stage that is two in its copy, or the reverse."""
-    firsts: dict[int, nn.Parameter] = {}
-    seconds: dict[int, nn.Parameter] = {}
-    for module, twin in zip(stage.modules(), copied.modules(), strict=True):
-        for name, second in parameters_of(twin).items():
-            first = parameters_of(module).get(name)
-            if first is None or second is None:
-                continue
-            if firsts.setdefault(id(second), first) is not first or seconds.setdefault(id(first), second) is not second:
-                raise ValueError(
-                    f"stages: the parameter {name} of a {type(module).__name__} was tied to another one, or separated "
-                    "from it, since the Pipeline was built, and the schedule holds its stage twice; build a new "
-                    "Pipeline"
-                )
+def _first_names(number: int, module: nn.Module, firsts: Firsts) -> dict[str, tuple[int, str]]:
+    """The first names of a module's own parameters, by name; new parameters are added to ``firsts``."""
+    there = {name: parameter for name, parameter in parameters_of(module).items() if parameter is not None}
+    return {name: firsts.setdefault(id(parameter), (number, name)) for name, parameter in there.items()}
 
 
 def _pairs_of_parameters(modules: Sequence[tuple[nn.Module, nn.Module]]) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -569,11 +560,12 @@ def modules_by_rank(
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """A deep copy. What a forward has left on a module, such as a loss, is copied without its graph."""
-    attributes = pytree.tree_leaves([vars(m) for m in module.modules()])
-    graphs = [value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf]
-    made = copy.deepcopy(module, {id(value): value.detach().clone() for value in graphs})
-    for original, copied in zip(module.modules(), made.modules(), strict=True):
-        if isinstance(original, WholeNames) and isinstance(copied, WholeNames):
-            copied.share_modes(original)
-    return made
+    """A deep copy, whose parameters are aliases, and which has its modes with the module. What a forward has left on a
+    module, such as a loss, is copied without its graph."""
+    memo: dict[int, Any] = {id(parameter): alias_of(parameter) for parameter in module.parameters()}
+    for value in pytree.tree_leaves([vars(m) for m in module.modules()]):
+        if isinstance(value, Original):
+            memo[id(value)] = value
+        elif isinstance(value, torch.Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(module, memo)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
@@ -38,7 +38,16 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.chain import Layers, WholeNames, check_whole_unhooked
-from fastpipe.runtime.model.tied import SHARDED, Tie, kind_of_tie, make_ties, parameter_of, split_name, tied_names
+from fastpipe.runtime.model.tied import (
+    SHARDED,
+    Tie,
+    kind_of_tie,
+    make_ties,
+    parameter_of,
+    split_name,
+    tied_names,
+    ties_within,
+)
 
 Stages = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | Callable[[int], nn.Module] | Mapping[int, nn.Module]
 
@@ -113,7 +122,7 @@ class RestOfModel:
         modules: the stages of this process.
     """
 
-    def __init__(self, layers: Layers | None, modules: Mapping[int, nn.Module]) -> None:
+    def __init__(self, layers: Layers | None, modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
         own = {id(parameter) for module in modules.values() for parameter in module.parameters()}
         named = () if layers is None else layers.chain(range(len(layers))).named_parameters()
         # the caller may let go of them
@@ -121,12 +130,16 @@ class RestOfModel:
         self._modules = modules
         self._known = weakref.WeakSet(() if layers is None or layers.whole is None else layers.whole.modules())
         self._holders = _holders_of(layers, modules)
+        self._ties = ties_within(ties, modules)
         self._parameters = [(name, weakref.ref(parameter)) for name, parameter in named if id(parameter) not in own]
         self._before: dict[str, tuple[int, int] | None] | None = None
         self._is_unused = False
 
     def check_unchanged(self) -> None:
-        """Refuse hooks and layers that were added to the whole module after the Pipeline was built."""
+        """Refuse hooks and layers that were added to the whole module after the Pipeline was built, and weights of one
+        stage that are no longer tied."""
+        for tie in self._ties:
+            tie.check()
         if self._whole is not None:
             check_whole_unhooked(self._whole())
         for path, reference, taken in self._holders:
@@ -207,6 +220,58 @@ def _in_parts(name: str, parts: Sequence[Mapping[str, nn.Parameter]]) -> tuple[i
     if name.partition(".")[0] in {other.partition(".")[0] for other in known}:
         raise ValueError(f"tied: {name} is no parameter of the model")
     raise ValueError(f"tied: {name!r} names no layer; names begin with the layer's, as {known[0]} does")
+
+
+class _Span(NamedTuple):
+    """The memory of a tensor of the model."""
+
+    device: str
+    start: int
+    end: int
+    name: str
+    is_own: bool
+    is_trained: bool
+
+
+def check_memory(layers: Layers | None, modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
+    """Refuse two tensors over the same memory, one of this process's stages and one of another's, if one is trained.
+
+    In the unsplit model an optimizer that changes one changes the other.
+
+    Args:
+        ties: of the model, whose weights may share memory.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if layers is None:
+        return
+    own = {id(tensor) for module in modules.values() for _, tensor in tensors_of(module)}
+    first_names = {name: tie.names[0] for tie in ties for name in tie.names}
+    last: dict[tuple[str, bool], _Span] = {}
+    for span in sorted(_spans(layers.chain(range(len(layers))), own)):
+        other = last.get((span.device, not span.is_own))
+        if other is not None and span.start < other.end and (span.is_trained or other.is_trained):
+            first, second = sorted((other.name, span.name))
+            if first_names.get(first, first) != first_names.get(second, second):
+                raise ValueError(
+                    f"stages: {first} and {second} are two tensors over the same memory, in stages of different "
+                    "processes, where training changes one without the other: assign one nn.Parameter to both layers, "
+                    "and take views of it in the forward; if they are not one weight, clone() one"
+                )
+        key = span.device, span.is_own
+        last[key] = max(span, last.get(key, span), key=operator.attrgetter("end"))
+
+
+def _spans(model: nn.Module, own: Container[int]) -> Iterator[_Span]:
+    for name, tensor in tensors_of(model):
+        local = local_part(tensor)
+        if type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided and local.numel():
+            extent = 1 + sum((size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True))
+            start, is_trained = local.data_ptr(), isinstance(tensor, nn.Parameter)
+            if start:  # none on meta
+                end = start + extent * local.element_size()
+                yield _Span(str(local.device), start, end, name, id(tensor) in own, is_trained)
 
 
 def check_device(modules: Mapping[int, nn.Module], device: torch.device) -> None:
@@ -688,7 +753,7 @@ def assignable(state: Mapping[str, Any], ties: Sequence[Tie], device: torch.devi
             )
     found = dict(state)
     for tie in ties:
-        names = [name for name in tie.names if isinstance(state.get(name), torch.Tensor)]
+        names = [key for key in tie.keys if isinstance(state.get(key), torch.Tensor)]
         if names and not is_dtensor(state[names[0]]):
             found |= dict.fromkeys(names, nn.Parameter(state[names[0]].detach(), requires_grad=False))
     return found

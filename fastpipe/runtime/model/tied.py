@@ -15,7 +15,7 @@ each later stage's shard follows the first one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -27,6 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fastpipe.placement import Placement
 from fastpipe.runtime.common import (
     alias_of,
+    bind_alias,
+    bytes_of,
     dense_grad,
     digest_of,
     grad_dtype_of,
@@ -76,6 +78,11 @@ class Tie:
     def stages(self) -> list[int]:
         """The stages that use the weight, ascending."""
         return sorted({stage for stage, _ in self.members})
+
+    @property
+    def keys(self) -> list[str]:
+        """The names in a state."""
+        return [torch_private.name_in_state(name) for name in self.names]
 
 
 def put(places: Places, parameter: nn.Parameter) -> None:
@@ -163,6 +170,8 @@ class Shared:
     """One weight on this process: a Parameter (`agreed`, equal on all its processes), and an alias per later stage.
 
     Args:
+        tie: of several stages.
+        places: of the weight, by local stage.
         is_averaged: whether its stages are in DistributedDataParallel.
     """
 
@@ -172,9 +181,8 @@ class Shared:
         self.stages = sorted(places)
         module, name = places[self.stages[0]][0]
         self.parameter = self.agreed = module.get_parameter(name)
-        self.everywhere = places
-        self.places = {stage: places[stage] for stage in self.stages[1:]}
-        self.aliases = {stage: alias_of(self.parameter) for stage in self.places}
+        self.places = places
+        self.aliases = {stage: alias_of(self.parameter) for stage in self.stages[1:]}
         self.kept: torch.Tensor | None = None
 
     def adopt(self) -> None:
@@ -183,18 +191,19 @@ class Shared:
         Raises:
             ValueError: if the places have different ones.
         """
-        standing = {stage: [parameters_of(m).get(name) for m, name in self.everywhere[stage]] for stage in self.stages}
+        standing = {stage: [parameters_of(m).get(name) for m, name in self.places[stage]] for stage in self.stages}
         first = standing[self.stages[0]][0]
         if first is None or any(found is not first for stage in self.stages for found in standing[stage]):
             changed = {stage for stage in self.stages if any(p is not self.parameter for p in standing[stage])}
-            raise ValueError(_no_longer_one(self.tie, changed))
-        if first is not self.parameter or any(alias.is_meta != first.is_meta for alias in self.aliases.values()):
+            members = zip(self.tie.names, self.tie.members, strict=True)
+            raise ValueError(_no_longer_one(self.tie, [name for name, (stage, _) in members if stage in changed]))
+        if first is not self.parameter:
             self.parameter = first
             self.aliases = {stage: alias_of(first) for stage in self.aliases}
 
     def check_hooks(self) -> None:
         """Refuse hooks that were added after the Pipeline was built; see `check_no_hooks`."""
-        for parameter in (self.parameter, *self.aliases.values()) if len(self.tie.stages) > 1 else ():
+        for parameter in (self.parameter, *self.aliases.values()):
             check_no_hooks(parameter, self.tie.names[0])
 
     def replaced(self) -> str | None:
@@ -206,15 +215,13 @@ class Shared:
     def bind_alias(self) -> None:
         """Set the aliases in the later stages."""
         for stage, alias in self.aliases.items():
-            # its memory and gradient flag may have changed
-            alias.data = self.parameter.data
-            alias.requires_grad_(self.parameter.requires_grad)
+            bind_alias(alias, self.parameter)
             put(self.places[stage], alias)
 
     def unbind_alias(self) -> None:
         """Set the Parameter in all stages."""
-        for places in self.places.values():
-            put(places, self.parameter)
+        for stage in self.aliases:
+            put(self.places[stage], self.parameter)
 
     def grads(self) -> dict[int, torch.Tensor | None]:
         """The gradient of each local stage's uses."""
@@ -254,7 +261,8 @@ class SharedShards(Shared):
 
     def __init__(self, tie: Tie, places: Mapping[int, Places]) -> None:
         super().__init__(tie, places)
-        self.aliases = {stage: module.get_parameter(name) for stage, [(module, name), *_] in self.places.items()}
+        firsts = {stage: self.places[stage][0] for stage in self.aliases}
+        self.aliases = {stage: module.get_parameter(name) for stage, (module, name) in firsts.items()}
         for stage, alias in self.aliases.items():
             if local_part(alias).shape != local_part(self.parameter).shape:
                 raise ValueError(
@@ -276,14 +284,47 @@ class SharedShards(Shared):
         """Nothing to do: every stage keeps its shard."""
 
 
-def _no_longer_one(tie: Tie, changed: Container[int]) -> str:
-    """The remedy if only some names of a weight have a new Parameter."""
-    names = [name for name, (stage, _) in zip(tie.names, tie.members, strict=True) if stage in changed]
+def _no_longer_one(tie: Tie, names: Sequence[str]) -> str:
+    """The remedy if only these names of a weight have a new Parameter."""
     return (
         f"tied: {' and '.join(tie.names)} are one weight in this Pipeline, and since the last step {', '.join(names)} "
         "got another Parameter, or none; assign the same nn.Parameter to all of them, or build a new Pipeline for "
         "weights that are no longer tied"
     )
+
+
+@dataclass(frozen=True)
+class Within:
+    """A weight that has several names in one stage, and none in another. The stage needs nothing for it, but the names
+    must stay one: optimizers and states know its first name.
+
+    Attributes:
+        places: of each name.
+    """
+
+    tie: Tie
+    places: Places
+
+    def changed(self) -> list[str]:
+        """The names that have another Parameter than the first, or none."""
+        found = [parameters_of(module).get(name) for module, name in self.places]
+        return [n for n, own in zip(self.tie.names, found, strict=True) if own is None or own is not found[0]]
+
+    def check(self) -> None:
+        """Refuse weights that are no longer one."""
+        if changed := self.changed():
+            raise ValueError(_no_longer_one(self.tie, changed))
+
+
+def ties_within(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> list[Within]:
+    """The ties within a local stage; not those of shards, which are several Parameters."""
+    found = []
+    for tie in ties:
+        if len(tie.stages) == 1 and tie.stages[0] in modules:
+            own = unwrapped(modules[tie.stages[0]])
+            places = [local.rpartition(".") for _, local in tie.members]
+            found.append(Within(tie, [(own.get_submodule(inner), name) for inner, _, name in places]))
+    return [within for within in found if not within.changed()]
 
 
 def tied_names(layers: nn.Module | None, declared: Sequence[Sequence[str]] | None) -> list[list[str]]:
@@ -586,6 +627,33 @@ def make_tied(
 def first_names(ties: Sequence[Tie]) -> dict[str, tuple[int, str]]:
     """From each further name of a tied weight to the weight's first stage and name."""
     return {name: (tie.members[0][0], tie.names[0]) for tie in ties for name in tie.names[1:]}
+
+
+def with_all_names(state: Mapping[str, Any], ties: Sequence[Tie]) -> dict[str, Any]:
+    """A state to load values into: every name of a tied weight, also of other processes' stages, with its own memory.
+
+    So a checkpoint of untied weights does not overwrite one value by another before `check_equal` has compared them.
+    """
+    found = dict(state)
+    for tie in ties:
+        if own := [key for key in tie.keys if key in state]:
+            found |= {key: torch.empty_like(state[own[0]]) for key in tie.keys if key != own[0]}
+    return found
+
+
+def check_equal(state: Mapping[str, Any], ties: Sequence[Tie]) -> None:
+    """Refuse a state with different values for the names of a tied weight: only one of them would remain."""
+    for tie in ties:
+        values = [(key, state.get(key)) for key in tie.keys]
+        there = [(key, value) for key, value in values if isinstance(value, torch.Tensor) and not value.is_meta]
+        for (first, own), (key, other) in zip(there, there[1:], strict=False):
+            # bits, as NaN is not equal to itself
+            if not torch.equal(bytes_of(local_part(own)), bytes_of(local_part(placed(other, own)))):
+                raise ValueError(
+                    f"tied: {first} and {key} are one weight in this Pipeline, and the loaded state has two different "
+                    "values for them, of which one would be lost: build the Pipeline of a model in which they are not "
+                    "tied, or save one value for both"
+                )
 
 
 def split_name(name: Any, num_stages: int) -> tuple[int, str]:

@@ -41,9 +41,14 @@ def batch_digests(request: Request, inputs: Inputs, whole: bool) -> dict[str, li
     found = {}
     for name, value in given.items():
         if value is not None and not isinstance(value, Iterator):
-            form = [type(value).__name__, *getattr(value, "shape", [len(value)] if isinstance(value, list) else [])]
-            found[name] = [form, _digest(value, 0, whole)]
+            found[name] = [[type(value).__name__, *_lengths(value)], _digest(value, 0, whole)]
     return found
+
+
+def _lengths(value: Any) -> Sequence[int]:
+    if isinstance(value, torch.Tensor):
+        return [] if value.is_nested else value.shape  # a nested one has a symbol among its sizes
+    return [len(value)] if isinstance(value, list) else []
 
 
 def _digest(value: Any, found: int, whole: bool) -> int:
@@ -63,7 +68,8 @@ def _digest(value: Any, found: int, whole: bool) -> int:
 
 
 def _is_read(tensor: torch.Tensor, whole: bool) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and (whole or tensor.device.type == "cpu")
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    return is_dense and (whole or tensor.device.type == "cpu")
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from fastpipe.runtime.stage import PER_MICROBATCH, Stage, StageWork
 from fastpipe.runtime.step.microbatch import (
     Counted,
     Rules,
+    check_has_shape,
     check_split_and_merge,
     count_rows,
     has_rule,
@@ -153,6 +154,7 @@ def signature_of(request: Request, inputs: Inputs, rules: Rules) -> tuple[Any, .
 def _form_of(value: Any) -> Any:
     # pytree takes several times as long as all other work on a step's inputs
     if isinstance(value, torch.Tensor):
+        check_has_shape(value)
         return value.shape, value.dtype, value.requires_grad, _layout(value)
     if type(value) in (list, tuple):
         return tuple(map(_form_of, value))

@@ -122,6 +122,15 @@ def _checked_list(values: list[Any], num_microbatches: int, name: str) -> list[A
     return values
 
 
+def check_has_shape(tensor: torch.Tensor) -> None:
+    """Refuse torch's first kind of nested tensors, whose shape cannot be read."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        raise ValueError(
+            "step was given a nested tensor of layout torch.strided, which has no shape: make it with "
+            "layout=torch.jagged"
+        )
+
+
 def _split_leaf(
     leaf: Any, num_microbatches: int, dim: int, name: str, key: str | int, shares_single_rows: bool
 ) -> Sequence[Any]:
@@ -135,6 +144,7 @@ def _split_leaf(
             f"{name} is a {type(leaf).__name__}: give a tensor (a whole batch), a list or an iterator of microbatches, "
             f"or say how to split it with split={{{key!r}: function}}"
         )
+    check_has_shape(leaf)
     if shares_single_rows and (leaf.dim() == 0 or leaf.shape[0] == 1):
         return [leaf] * num_microbatches
     if leaf.layout is not torch.strided:
@@ -259,6 +269,7 @@ def rows_of(microbatches: Sequence[Any], rule: Rule) -> list[int] | None:
         first = microbatch if is_tensor else next(iter(tensor_leaves(microbatch)), None)
         if first is None or not -first.dim() <= dim < first.dim():
             return None
+        check_has_shape(first)
         rows.append(first.shape[dim])
     return rows
 
