@@ -347,7 +347,7 @@ void bind_transports(py::module_& m) {
 void bind_executor(py::module_& m) {
   // for the test that compares it with Python's: words of a header, and the dtypes that it can name
   m.def("header_format", [] { return std::make_tuple(kHeaderWords, header_dtypes().vec()); });
-  // for the test that compares it with Python's
+  // for its test
   py::class_<PairClock>(m, "PairClock")
       .def(py::init<>())
       .def("next", &PairClock::next)
