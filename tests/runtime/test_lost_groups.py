@@ -116,7 +116,7 @@ def test_groups_of_a_mesh_on_a_device_are_aborted_also_if_a_rank_leaves_them_mea
     aborted: list[Backend] = []
     monkeypatch.setattr(groups, "start_aborts", aborted.extend)
     mesh = MeshGroups({}, torch.device("cuda"))
-    mesh._groups = [SimpleNamespace(_get_backend=lambda device: backend)]
+    mesh.groups = [SimpleNamespace(_get_backend=lambda device: backend)]
     # between the first two statements of `abort`
     monkeypatch.setattr(MeshGroups, "_ended", SimpleNamespace(update=lambda names: mesh.leave()))
     mesh.abort()
