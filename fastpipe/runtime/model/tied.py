@@ -141,7 +141,8 @@ def check_own_replicas(tie: Tie, stage: int, module: nn.Module) -> None:
     if kind_of(module):
         raise ValueError(
             f"tied: stage {stage} was wrapped in {kind_of(module)} while its {tie.names[0]} was a Parameter of its "
-            "own; let the names share one Parameter before you wrap it, or leave the wrapping to data_parallel="
+            "own; let the names share one Parameter before you wrap one module around all of them (layers that are "
+            "wrapped one by one get a Parameter each), or leave the wrapping to data_parallel="
         )
 
 
