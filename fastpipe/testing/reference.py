@@ -20,7 +20,6 @@ from fastpipe.runtime.model import (
     Chain,
     Layers,
     Made,
-    Places,
     Shared,
     Tie,
     accepted_names,
@@ -78,7 +77,7 @@ def tied_reference(model: nn.Module, ties: Sequence[Tie]) -> Iterator[None]:
     ties = [tie for tie in ties if len(tie.stages) > 1]  # within one stage, autograd sums a pipeline's uses, too
     replaced = _separate(model, ties)
     try:
-        shared = [Shared(tie, _places_by_name(model, tie)) for tie in ties]
+        shared = [_shared(model, tie) for tie in ties]
         for weight in shared:
             weight.check_hooks()
         with _aliases_in(shared):
@@ -148,15 +147,14 @@ def _own_part(name: str, stages: Mapping[str, int]) -> str:
     return next((path for path in paths if not any(other.startswith(f"{path}.") for other in others)), "")
 
 
-def _places_by_name(model: nn.Module, tie: Tie) -> dict[int, Places]:
+def _shared(model: nn.Module, tie: Tie) -> Shared:
+    """A weight of the unsplit model, which is the module of every stage here."""
     first = parameter_of(model, tie.names[0], tie.names[0])
-    places: dict[int, Places] = {}
-    for name, (stage, _) in zip(tie.names, tie.members, strict=True):
+    for name in tie.names:
         if parameter_of(model, name, name) is not first:
             raise ValueError(f"model: {name} and {tie.names[0]} are one weight in the pipeline but not in the model")
-        owner, _, attribute = name.rpartition(".")
-        places.setdefault(stage, []).append((model.get_submodule(owner), attribute))
-    return places
+    members = tuple((stage, name) for name, (stage, _) in zip(tie.names, tie.members, strict=True))
+    return Shared(Tie(tie.names, members), dict.fromkeys(tie.stages, model))
 
 
 @dataclass

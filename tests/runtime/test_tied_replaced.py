@@ -68,6 +68,9 @@ def test_weights_of_one_stage_that_are_no_longer_one_are_refused(executor: str) 
     layers[0].weight = layers[1].weight
     pipe.step(x, target=x)
     assert next(pipe.parameters()) is layers[1].weight
+    layers[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    with pytest.raises(ValueError, match="since the last step 0.weight got another Parameter"):
+        pipe.step(x, target=x)
 
 
 @pytest.mark.parametrize(("only", "name"), [(0, "0.table.weight"), (1, "7.weight")])

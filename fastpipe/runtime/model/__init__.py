@@ -66,7 +66,6 @@ from fastpipe.runtime.model.modules import (
 )
 from fastpipe.runtime.model.split import split
 from fastpipe.runtime.model.tied import (
-    Places,
     Shared,
     Tie,
     TiedWeights,

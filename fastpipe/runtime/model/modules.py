@@ -40,13 +40,13 @@ from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model.chain import Layers, WholeNames, check_whole_unhooked
 from fastpipe.runtime.model.tied import (
     SHARDED,
+    Shared,
     Tie,
     kind_of_tie,
     make_ties,
     parameter_of,
     split_name,
     tied_names,
-    ties_within,
 )
 
 Stages = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | Callable[[int], nn.Module] | Mapping[int, nn.Module]
@@ -130,7 +130,8 @@ class RestOfModel:
         self._modules = modules
         self._known = weakref.WeakSet(() if layers is None or layers.whole is None else layers.whole.modules())
         self._holders = _holders_of(layers, modules)
-        self._ties = ties_within(ties, modules)
+        # a stage needs nothing for them, but optimizers and states know the first name only
+        self._tied = [Shared(tie, modules) for tie in ties if len(tie.stages) == 1 and tie.stages[0] in modules]
         self._parameters = [(name, weakref.ref(parameter)) for name, parameter in named if id(parameter) not in own]
         self._before: dict[str, tuple[int, int] | None] | None = None
         self._is_unused = False
@@ -138,8 +139,8 @@ class RestOfModel:
     def check_unchanged(self) -> None:
         """Refuse hooks and layers that were added to the whole module after the Pipeline was built, and weights of one
         stage that are no longer tied."""
-        for tie in self._ties:
-            tie.check()
+        for weight in self._tied:
+            weight.adopt()
         if self._whole is not None:
             check_whole_unhooked(self._whole())
         for path, reference, taken in self._holders:

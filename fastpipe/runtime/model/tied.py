@@ -171,33 +171,44 @@ class Shared:
     """One weight on this process: a Parameter (`agreed`, equal on all its processes), and an alias per later stage.
 
     Args:
-        tie: of several stages.
-        places: of the weight, by local stage.
+        modules: the user's modules by local stage, after `share`.
         is_averaged: whether its stages are in DistributedDataParallel.
+
+    Attributes:
+        places: of its names, by local stage.
     """
 
-    def __init__(self, tie: Tie, places: Mapping[int, Places], *, is_averaged: bool = False) -> None:
+    def __init__(self, tie: Tie, modules: Mapping[int, nn.Module], *, is_averaged: bool = False) -> None:
         self.tie = tie
         self.is_averaged = is_averaged
-        self.stages = sorted(places)
-        module, name = places[self.stages[0]][0]
+        self.places: dict[int, Places] = {}
+        for stage, local in tie.members:
+            if stage in modules:
+                inner, _, name = local.rpartition(".")
+                self.places.setdefault(stage, []).append((unwrapped(modules[stage]).get_submodule(inner), name))
+        self.stages = list(self.places)
+        module, name = self.places[self.stages[0]][0]
         self.parameter = self.agreed = module.get_parameter(name)
-        self.places = places
         self.aliases = {stage: alias_of(self.parameter) for stage in self.stages[1:]}
         self.kept: torch.Tensor | None = None
 
     def adopt(self) -> None:
-        """Use another Parameter from now on, if the user has set one in all places; called between steps.
+        """Use another Parameter from now on, if the user has set one under all names; called between steps.
 
         Raises:
-            ValueError: if the places have different ones.
+            ValueError: if the names have different ones.
         """
-        standing = {stage: [parameters_of(m).get(name) for m, name in self.places[stage]] for stage in self.stages}
-        first = standing[self.stages[0]][0]
-        if first is None or any(found is not first for stage in self.stages for found in standing[stage]):
-            changed = {stage for stage in self.stages if any(p is not self.parameter for p in standing[stage])}
+        found = [parameters_of(module).get(name) for places in self.places.values() for module, name in places]
+        first = found[0]
+        if first is None or any(own is not first for own in found):
             members = zip(self.tie.names, self.tie.members, strict=True)
-            raise ValueError(_no_longer_one(self.tie, [name for name, (stage, _) in members if stage in changed]))
+            names = [name for name, (stage, _) in members if stage in self.places]
+            changed = [name for name, own in zip(names, found, strict=True) if own is not self.parameter]
+            raise ValueError(
+                f"tied: {' and '.join(self.tie.names)} are one weight in this Pipeline, and since the last step "
+                f"{', '.join(changed)} got another Parameter, or none; assign the same nn.Parameter to all of them, or "
+                "build a new Pipeline for weights that are no longer tied"
+            )
         if first is not self.parameter:
             self.parameter = first
             self.aliases = {stage: alias_of(first) for stage in self.aliases}
@@ -260,8 +271,8 @@ def sum_of_uses(grads: Grads) -> torch.Tensor | None:
 class SharedShards(Shared):
     """A weight of stages with ``fully_shard``: each later stage has a shard that follows the first one's."""
 
-    def __init__(self, tie: Tie, places: Mapping[int, Places]) -> None:
-        super().__init__(tie, places)
+    def __init__(self, tie: Tie, modules: Mapping[int, nn.Module]) -> None:
+        super().__init__(tie, modules)
         firsts = {stage: self.places[stage][0] for stage in self.aliases}
         self.aliases = {stage: module.get_parameter(name) for stage, (module, name) in firsts.items()}
         for stage, alias in self.aliases.items():
@@ -283,49 +294,6 @@ class SharedShards(Shared):
 
     def unbind_alias(self) -> None:
         """Nothing to do: every stage keeps its shard."""
-
-
-def _no_longer_one(tie: Tie, names: Sequence[str]) -> str:
-    """The remedy if only these names of a weight have a new Parameter."""
-    return (
-        f"tied: {' and '.join(tie.names)} are one weight in this Pipeline, and since the last step {', '.join(names)} "
-        "got another Parameter, or none; assign the same nn.Parameter to all of them, or build a new Pipeline for "
-        "weights that are no longer tied"
-    )
-
-
-@dataclass(frozen=True)
-class Within:
-    """A weight that has several names in one stage, and none in another. The stage needs nothing for it, but the names
-    must stay one: optimizers and states know its first name.
-
-    Attributes:
-        places: of each name.
-    """
-
-    tie: Tie
-    places: Places
-
-    def changed(self) -> list[str]:
-        """The names that have another Parameter than the first, or none."""
-        found = [parameters_of(module).get(name) for module, name in self.places]
-        return [n for n, own in zip(self.tie.names, found, strict=True) if own is None or own is not found[0]]
-
-    def check(self) -> None:
-        """Refuse weights that are no longer one."""
-        if changed := self.changed():
-            raise ValueError(_no_longer_one(self.tie, changed))
-
-
-def ties_within(ties: Sequence[Tie], modules: Mapping[int, nn.Module]) -> list[Within]:
-    """The ties within a local stage; not those of shards, which are several Parameters."""
-    found = []
-    for tie in ties:
-        if len(tie.stages) == 1 and tie.stages[0] in modules:
-            own = unwrapped(modules[tie.stages[0]])
-            places = [local.rpartition(".") for _, local in tie.members]
-            found.append(Within(tie, [(own.get_submodule(inner), name) for inner, _, name in places]))
-    return [within for within in found if not within.changed()]
 
 
 def tied_names(layers: nn.Module | None, declared: Sequence[Sequence[str]] | None) -> list[list[str]]:
@@ -612,14 +580,11 @@ def make_tied(
     """
     shared: list[Shared] = []
     for tie in ties:
-        names = {stage: name for stage, name in reversed(tie.members) if stage in modules}
-        if len(tie.stages) > 1 and names:
-            own = {stage: unwrapped(modules[stage]) for stage in names}
-            places = {stage: places_of(own[stage], own[stage].get_parameter(name)) for stage, name in names.items()}
+        if len(tie.stages) > 1 and any(stage in modules for stage in tie.stages):
             if (kind := kind_of_tie(tie, modules)) == SHARDED:
-                shared.append(SharedShards(tie, places))
+                shared.append(SharedShards(tie, modules))
             else:
-                shared.append(Shared(tie, places, is_averaged=kind == REPLICATED))
+                shared.append(Shared(tie, modules, is_averaged=kind == REPLICATED))
     if not shared:
         return make()
     return TiedWeights(shared, placement, rank, exchange, twins_in(modules.values()), make)
