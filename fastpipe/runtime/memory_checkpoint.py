@@ -179,7 +179,8 @@ class MemoryCheckpoint:
         def make() -> Reply:
             nonlocal image
             self._finish()
-            image = _Image(whole_state(pipe, self._optimizers, extra))
+            state = whole_state(pipe, self._optimizers, extra)
+            image = _Image(state, _layout(pipe, state))
             return {"rank": self._rank, "size": image.size, "generation": self._generation}
 
         replies = self._gather_from_all("MemoryCheckpoint.save", make)
@@ -219,7 +220,7 @@ class MemoryCheckpoint:
         def make() -> Reply:
             self._finish()
             optimizer = flat_state(self._optimizers, names_of(pipe))
-            layouts.append(_layout({"model": pipe.state_dict(), "optimizer": optimizer}))
+            layouts.append(_layout(pipe, {"model": pipe.state_dict(), "optimizer": optimizer}))
             on_disk = None if path is None else Manifest.of(locate(path))
             return {"disk": on_disk.step if on_disk else -1}
 
@@ -412,12 +413,13 @@ class _Image:
 
     Args:
         state: of `whole_state`.
+        layout: its `_layout`.
 
     Attributes:
         size: of the file, in bytes.
     """
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], layout: bytes) -> None:
         sections = {name: section for name, section in state.items() if isinstance(section, dict)}
         found = {(n, k): v for n, section in sections.items() for k, v in section.items() if _has_bytes(v)}
         plain = {n: {k: v for k, v in section.items() if (n, k) not in found} for n, section in sections.items()}
@@ -426,7 +428,7 @@ class _Image:
         self._places, end = packing.lay_out(self._tensors, _START)
         rows = [(*key, tuple(v.shape), *place) for (key, v), place in zip(found.items(), self._places, strict=False)]
         self._text = pickle.dumps((rows, [tuple(place) for place in self._places[len(found) :]], text))
-        self._layout, (self._steps,) = _layout(state), state["steps"]
+        self._layout, (self._steps,) = layout, state["steps"]
         self.size = -(-packing.size_of(end, self._text) // _ROUND) * _ROUND
 
     def copy(self, file: _File) -> None:
@@ -602,11 +604,12 @@ def _digest(text: str) -> str:
     return hashlib.sha1(text.encode()).hexdigest()[:16]
 
 
-def _layout(state: Mapping[str, Any]) -> bytes:
-    """A digest of what this rank holds: the model's tensors, and the parameters of the optimizers."""
+def _layout(pipe: Pipeline, state: Mapping[str, Any]) -> bytes:
+    """A digest of what this rank holds: the model's tensors, which of them are one, and the optimizers' parameters."""
     tensors = [(k, str(v.dtype), list(v.shape)) for k, v in state["model"].items() if isinstance(v, Tensor)]
     groups = [key for key in state["optimizer"] if key.startswith("param_groups.")]
-    return hashlib.sha1(json.dumps([tensors, sorted(groups)]).encode()).digest()
+    ties = [tie.names for tie in pipe._local.ties]
+    return hashlib.sha1(json.dumps([tensors, ties, sorted(groups)]).encode()).digest()
 
 
 def _is_unaltered(memory: Tensor) -> bool:

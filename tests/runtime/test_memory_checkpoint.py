@@ -1,5 +1,6 @@
 """Copies in memory, of one process: complete at every instant, private, and refused by name where they do not work."""
 
+import copy
 import gc
 import os
 import resource
@@ -19,6 +20,7 @@ from fastpipe import MemoryCheckpoint, Pipeline
 from fastpipe.runtime import memory_checkpoint
 from fastpipe.runtime.common import packing, pytree, torch_private
 from tests.runtime.test_checkpoint import (
+    CASE,
     Counts,
     adagrad,
     adamw,
@@ -26,6 +28,7 @@ from tests.runtime.test_checkpoint import (
     fresh,
     momentum,
     pipeline,
+    tied_late,
     train,
     uninterrupted,
 )
@@ -239,6 +242,21 @@ def test_an_altered_copy_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert memory.load() == {"step": 1}
     assert "generation 2 in memory is not used: the copy of rank 0 is altered" in caplog.text
     assert [path.name for path in files(tmp_path)] == ["0-1"]
+    memory.close()
+
+
+def test_two_values_are_not_loaded_into_one_tied_weight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory = MemoryCheckpoint(pipeline("1f1b", 2, CASE.layers(12)), name="test", folder=tmp_path)
+    memory.save("untied")
+    del memory
+    pipe = pipeline("1f1b", 2, tied_late())
+    before = copy.deepcopy(pipe.state_dict())
+    memory = MemoryCheckpoint(pipe, name="test", folder=tmp_path)
+    assert memory.load() is None
+    assert "generation 1 in memory is not used: rank 0 has no copy that fits" in caplog.text
+    assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
+    memory.save("tied")
+    assert memory.load() == "tied"
     memory.close()
 
 
