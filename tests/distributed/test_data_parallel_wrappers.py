@@ -234,6 +234,16 @@ def test_uneven_inputs_are_refused() -> None:
         step(pipe, 0, replica)
 
 
+@on_ranks(2)
+def test_a_hook_for_buffers_is_refused() -> None:
+    over, replica = mesh_and_replica()
+    pipe = build("ddp", by_hand(WHOLE), "auto", over, num_microbatches=None)
+    wrapper: Any = pipe.stage_modules[1]
+    wrapper._register_buffer_comm_hook(None, lambda state, buffers: None)
+    with pytest.raises(ValueError, match="stage 1 has a communication hook for buffers, .* leave it out"):
+        step(pipe, 0, replica)
+
+
 def normed() -> list[nn.Module]:
     torch.manual_seed(0)
     return [module for _ in range(2) for module in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))]
