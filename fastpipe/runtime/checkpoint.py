@@ -746,7 +746,7 @@ def load_checkpoint(
         readers.append(_Reader(folder, manifest.files if manifest else {}, group))
         saved.update(metadata.state_dict_metadata)
         ties = pipe._local.ties
-        state.update(model=with_all_names(pipe.state_dict(), ties))
+        state.update(model=with_all_names(pipe.state_dict(), ties, "meta"))
         state.update({name: None for name in ("extra", "steps") if name in saved})  # a plain model's save has neither
         _check_unrepeated(state["model"])
         _check_model(_flat_model(state["model"]), saved, path)

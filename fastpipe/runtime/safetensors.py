@@ -64,7 +64,7 @@ def load_safetensors(path: str | os.PathLike[str], pipe: Pipeline) -> None:
         if find_spec("safetensors") is None:
             raise ImportError("fastpipe.load_safetensors needs safetensors: python -m pip install safetensors")
         files.update(_files_of(path))
-        state = with_all_names(pipe.state_dict(), ties)
+        state = with_all_names(pipe.state_dict(), ties, "meta")
         sources.extend(_sources(state, files, [tie.keys for tie in ties], _model_in(pipe)))
         _check(sources, state, files, path)
         return {"there": list(files), "used": [*state, *(name for source in sources for name in source.names)]}

@@ -595,15 +595,18 @@ def first_names(ties: Sequence[Tie]) -> dict[str, tuple[int, str]]:
     return {name: (tie.members[0][0], tie.names[0]) for tie in ties for name in tie.names[1:]}
 
 
-def with_all_names(state: Mapping[str, Any], ties: Sequence[Tie]) -> dict[str, Any]:
+def with_all_names(state: Mapping[str, Any], ties: Sequence[Tie], device: str | None = None) -> dict[str, Any]:
     """A state to load values into: every name of a tied weight, also of other processes' stages, with its own memory.
 
     So a checkpoint of untied weights does not overwrite one value by another before `check_equal` has compared them.
+
+    Args:
+        device: of the added tensors: "meta" if only shapes are compared; default: the weight's.
     """
     found = dict(state)
     for tie in ties:
         if own := [key for key in tie.keys if key in state]:
-            found |= {key: torch.empty_like(state[own[0]]) for key in tie.keys if key != own[0]}
+            found |= {key: torch.empty_like(state[own[0]], device=device) for key in tie.keys if key != own[0]}
     return found
 
 
