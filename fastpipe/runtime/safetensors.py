@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,9 +71,10 @@ def load_safetensors(path: str | os.PathLike[str], pipe: Pipeline) -> None:
 
     def read() -> Reply:
         state = with_all_names(pipe.to_empty().state_dict(), ties)
-        with torch.no_grad(), _Tensors(files, pipe.device) as tensors:
+        with torch.no_grad(), _opener(files, pipe.device) as file_of:
             for source in sources:
-                for key, value in source.make([tensors.read(name) for name in source.names]).items():
+                values = [file_of(name).get_tensor(name) for name in source.names]
+                for key, value in source.make(values).items():
                     if key in state:
                         _copy(state[key], value)
         check_equal(state, ties)
@@ -121,44 +122,28 @@ def _opened(file: Path, device: torch.device) -> Any:
         raise ValueError(f"{file} is no safetensors file: {error}") from None
 
 
-class _Tensors:
-    """The tensors of files by name. A file is opened when the first of its tensors is asked for.
+@contextlib.contextmanager
+def _opener(files: Mapping[str, Path], device: torch.device) -> Iterator[Callable[[str], Any]]:
+    """A function from a tensor's name to its file, which it opens when the first of its tensors is asked for.
 
     Args:
         files: the file of every tensor.
-        device: where they are read to.
+        device: where tensors are read to.
     """
+    with contextlib.ExitStack() as stack:
 
-    def __init__(self, files: Mapping[str, Path], device: torch.device) -> None:
-        self._files, self._device = files, device
-        self._stack = contextlib.ExitStack()
-        self._open: dict[Path, tuple[Any, set[str]]] = {}
+        @functools.cache
+        def opened(path: Path) -> tuple[Any, set[str]]:
+            file = stack.enter_context(_opened(path, device))
+            return file, set(file.keys())
 
-    def __enter__(self) -> _Tensors:
-        return self
+        def file_of(name: str) -> Any:
+            file, names = opened(files[name])
+            if name not in names:
+                raise KeyError(f"{files[name]} has no {name!r}, which {INDEX} says it has; save the model again")
+            return file
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _file_of(self, name: str) -> Any:
-        path = self._files[name]
-        if path not in self._open:
-            opened = self._stack.enter_context(_opened(path, self._device))
-            self._open[path] = opened, set(opened.keys())
-        file, names = self._open[path]
-        if name not in names:
-            raise KeyError(f"{path} has no {name!r}, which {INDEX} says it has; save the model again")
-        return file
-
-    def description(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of a tensor, which is not read."""
-        found = self._file_of(name).get_slice(name)
-        return tuple(found.get_shape()), found.get_dtype()
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor."""
-        found: torch.Tensor = self._file_of(name).get_tensor(name)
-        return found
+        yield file_of
 
 
 def _model_in(pipe: Pipeline) -> Any:
@@ -190,10 +175,10 @@ def _sources(
         name = next((name for name in names if name in parts), key)
         for file_name, pattern in parts.get(name, ())[:1]:
             if pattern:
-                joined = partial(_joined, converters[pattern], model, name, parts[name])
+                joined = functools.partial(_joined, converters[pattern], model, name, parts[name])
                 sources.append(_Source([part for part, _ in parts[name]], joined))
             else:
-                sources.append(_Source([file_name], partial(_only, key)))
+                sources.append(_Source([file_name], functools.partial(_only, key)))
     return sources
 
 
@@ -241,9 +226,10 @@ def _numbers_as_such(name: str) -> list[str | int]:
 def _check(sources: Sequence[_Source], state: Mapping[str, Any], files: Mapping[str, Path], path: Any) -> None:
     """Compare what the files have with a state, without reading values."""
     found: set[str] = set()
-    with _Tensors(files, torch.device("cpu")) as tensors:
+    with _opener(files, torch.device("cpu")) as file_of:
         for source in sources:
-            described = [tensors.description(name) for name in source.names]
+            slices = [file_of(name).get_slice(name) for name in source.names]  # not read
+            described = [(tuple(part.get_shape()), part.get_dtype()) for part in slices]
             where = f"{listed(source.names)} in {files[source.names[0]]}"
             try:
                 made = source.make([torch.empty(shape, device="meta") for shape, _ in described])
