@@ -523,7 +523,12 @@ class Blocks(nn.ModuleList):
         if isinstance(index, slice):
             return [self[number] for number in range(len(self))[index]]
         number = range(len(self))[index]
-        return _Block(partial(self._run, number), self._attributes[number])
+
+        def block(*args: Any, **kwargs: Any) -> Any:
+            return self._run(number, *args, **kwargs)
+
+        vars(block).update(self._attributes[number])  # the model's forward may read the block's type, for example
+        return block
 
     def _run(self, number: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run a block on the hidden states; return them unchanged for a block of another stage."""
@@ -559,21 +564,6 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
         | {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors}
         | {n: SimpleNamespace(**_attributes_of(child)) for n, child in children_of(module).items() if child is not None}
     )
-
-
-class _Block:
-    """A block, of this stage or another, as the model's forward sees it: it may read the block's type, for example."""
-
-    def __init__(self, run: Callable[..., Any], attributes: Mapping[str, Any]) -> None:
-        self._run, self._attributes = run, attributes
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._attributes:
-            raise AttributeError(f"a block has no attribute {name!r}", name=name, obj=self)
-        return self._attributes[name]
 
 
 class Placeholder(nn.Module):
