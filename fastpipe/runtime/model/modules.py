@@ -44,7 +44,6 @@ from fastpipe.runtime.model.tied import (
     Tie,
     kind_of_tie,
     make_ties,
-    parameter_of,
     split_name,
     tied_names,
 )
@@ -667,7 +666,11 @@ class Unfilled:
     def __init__(self, modules: Mapping[int, nn.Module], device: torch.device, ties: Sequence[Tie]) -> None:
         self._modules = modules
         self._device = device
-        self._ties = ties
+        self._tied = [
+            Shared(tie, modules)
+            for tie in ties
+            if any(stage in modules for stage in tie.stages) and kind_of_tie(tie, modules) != SHARDED
+        ]
         self._marked: dict[int, tuple[torch.Tensor, int]] = {}  # by id, and the version after the mark was written
 
     def to_empty(self) -> None:
@@ -700,7 +703,8 @@ class Unfilled:
         check_device(self._modules, self._device)
         for stage, tensors in named.items():
             self._check_values(stage, tensors)
-        self._check_ties()
+        for weight in self._tied:
+            weight.adopt()
 
     def _check_values(self, stage: int, tensors: Mapping[str, torch.Tensor]) -> None:
         empty = [name for name, t in tensors.items() if id(t) in self._marked and _is_empty(*self._marked[id(t)])]
@@ -719,20 +723,6 @@ class Unfilled:
             f"stages: {listed(empty)} of stage {stage} have no values since to_empty: initialise them, as "
             "layer.reset_parameters() does for layers of torch, or load them"
         )
-
-    def _check_ties(self) -> None:
-        for tie in self._ties:
-            here = {
-                id(parameter_of(unwrapped(self._modules[stage]), local, name)): name
-                for name, (stage, local) in zip(tie.names, tie.members, strict=True)
-                if stage in self._modules
-            }
-            if len(here) > 1 and kind_of_tie(tie, self._modules) != SHARDED:
-                raise ValueError(
-                    f"tied: {' and '.join(tie.names)} were one weight when the Pipeline was built, and got memory of "
-                    "their own, as module.to_empty() does it: call pipe.to_empty() instead, or assign one nn.Parameter "
-                    "to all of them"
-                )
 
     def _named(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
         prefix = state_prefix(self._modules[stage], stage)

@@ -206,8 +206,9 @@ class Shared:
             changed = [name for name, own in zip(names, found, strict=True) if own is not self.parameter]
             raise ValueError(
                 f"tied: {' and '.join(self.tie.names)} are one weight in this Pipeline, and since the last step "
-                f"{', '.join(changed)} got another Parameter, or none; assign the same nn.Parameter to all of them, or "
-                "build a new Pipeline for weights that are no longer tied"
+                f"{', '.join(changed)} got another Parameter, or none; assign the same nn.Parameter to all of them "
+                "(instead of module.to_empty() call pipe.to_empty(), which keeps it), or build a new Pipeline for "
+                "weights that are no longer tied"
             )
         if first is not self.parameter:
             self.parameter = first
