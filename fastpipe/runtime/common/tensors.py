@@ -140,9 +140,9 @@ def has_graph(tensor: torch.Tensor) -> bool:
     return node.next_functions[0][0] is not None
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of the elements in row-major order, on the CPU."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+def bytes_of(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The bytes of the elements in row-major order, on a device."""
+    return tensor.detach().resolve_conj().resolve_neg().to(device).contiguous().reshape(-1).view(torch.uint8)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fastpipe.runtime.common import (
     Failure,
     FailureError,
+    bytes_of,
     cause_text,
     current_stream,
     grad_dtype_of,
@@ -289,7 +290,7 @@ class Reduced:
             self._note_buffers()
         if not self._buffers:
             return
-        parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in self._buffers]
+        parts = [bytes_of(buffer, buffer.device) for buffer in self._buffers]
         block, group = torch.cat(parts), self.wrapper.process_group
         wait(dist.broadcast(block, group=group, group_src=0, async_op=True).get_future())
         if group.rank():
