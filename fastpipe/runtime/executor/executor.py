@@ -430,14 +430,11 @@ class PythonExecutor(Executor):
         """FREE."""
         self.slots.pop(slot, None)
 
-    def last_backward(self, stage: Stage, op: Op, call: Callable[[], None]) -> None:
-        """The last B or W of a stage."""
-        self.collective(stage, op)
-        call()
-
-    def collective(self, stage: Stage, op: Op) -> None:
-        """UNSHARD, RESHARD, REDUCE_GRAD; in a failed step, too, as the stage's replicas wait."""
+    def collective(self, stage: Stage, op: Op, then: Callable[[], None] | None = None) -> None:
+        """UNSHARD, RESHARD, REDUCE_GRAD, in a failed step, too, as the stage's replicas wait; or its last B or W."""
         self.run_collective(stage, op, self.failed)
+        if then is not None:
+            then()
 
     def _resolved(self, it: Instruction) -> Resolved:
         """In the order of the program, as a receive tells what its message's slot is."""
@@ -449,7 +446,7 @@ class PythonExecutor(Executor):
         stage, microbatch = backward_of(it)
         if self._last_backwards.get(stage) != microbatch:
             return call
-        return partial(self.last_backward, self.stages[stage], Op.W if it.op is Op.W else Op.B, call)
+        return partial(self.collective, self.stages[stage], Op.W if it.op is Op.W else Op.B, call)
 
     def _compute(self, it: Instruction) -> Callable[[], None]:
         if it.op is Op.W:
