@@ -389,15 +389,17 @@ class Audit:
                     f"form, or leave audit out ({error})"
                 ) from error
         self._recorder = None
-        reply: Reply = {"doubts": True} if self._has_doubts else {}
+        reply: Reply = {} if self._data is None else {"record": len(self._data)}
+        if self._has_doubts and self._received is not None:
+            reply["doubts"] = len(self._received)
         return reply | ({"changed": changed} if (changed := self._weights.changed()) else {})
 
     def end(self, replies: Sequence[Reply]) -> None:
         """After a step that succeeded on all ranks: pass on what is audited, or decide what was wrong. Collective."""
         changed = [(rank, reply["changed"]) for rank, reply in enumerate(replies) if "changed" in reply]
-        doubts = [rank for rank, reply in enumerate(replies) if "doubts" in reply]
+        doubts = [(rank, reply["doubts"]) for rank, reply in enumerate(replies) if "doubts" in reply]
         if changed or doubts:
-            self.finding = _of_weights(*changed[0]) if changed else self._vote(doubts[0])
+            self.finding = _of_weights(*changed[0]) if changed else self._vote(*doubts[0])
             self._received, self._has_doubts = None, False
             return
         self._received, drawn = None, self._draw
@@ -405,28 +407,23 @@ class Audit:
             return
         if self._data is not None:
             for auditor in drawn.again:
-                self._send(auditor, self._data)
+                self._exchange(auditor, [self._data], [])
         elif self.rank in drawn.again:
-            self._received = self._receive(drawn.owner)
+            self._received = self._receive(drawn.owner, replies[drawn.owner]["record"])
         self._data = None
 
-    def _send(self, peer: int, data: torch.Tensor) -> None:
-        self._exchange(peer, [torch.tensor([len(data)], device=self.device)], [])
-        self._exchange(peer, [data], [])
-
-    def _receive(self, peer: int) -> torch.Tensor:
-        (size,) = self._exchange(peer, [], [torch.zeros(1, dtype=torch.int64, device=self.device)])
-        (data,) = self._exchange(peer, [], [torch.empty(int(size), dtype=torch.uint8, device=self.device)])
+    def _receive(self, peer: int, size: int) -> torch.Tensor:
+        (data,) = self._exchange(peer, [], [torch.empty(size, dtype=torch.uint8, device=self.device)])
         return data
 
-    def _vote(self, auditor: int) -> CorruptionError:
-        """All ranks compute again what the auditor doubts."""
+    def _vote(self, auditor: int, size: int) -> CorruptionError:
+        """All ranks compute again what the auditor doubts, a record of so many bytes."""
         if self.rank == auditor and (data := self._received) is not None:
             for peer in range(self._control.size):
                 if peer != auditor:
-                    self._send(peer, data)
+                    self._exchange(peer, [data], [])
         else:
-            data = self._receive(auditor)
+            data = self._receive(auditor, size)
         record = unpacked(data)
         microbatches = record["draw"].again[auditor][0] + record["draw"].again[auditor][1]
         found = self._repetition(record, microbatches).results()
