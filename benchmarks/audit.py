@@ -1,10 +1,12 @@
 """What audits cost: ``python benchmarks/audit.py``.
 
-The model of `examples/train_gpt.py` over four ranks, whole steps with clipping and AdamW, with and without
-``Pipeline(audit=0.05)`` in turns. The figures are the processor's time of each rank, which depends less on what else
-the machine does than the time of a step. Computing again is the auditor's work, which it does while it would wait for
-its first input. The rest is added to the step: the draw, the sums of weights, and what is packed, sent and received. It
-leaves out the copies and sums of the audited microbatches within the step.
+First the seconds of a step with and without ``Pipeline(audit=0.05)``, in turns, where layers sleep instead of
+computing, so that ranks do not contend for cores. It shows which part of what is computed again does not fit where
+auditors wait.
+
+Then the processor's time of each rank with the model of `examples/train_gpt.py` over four ranks, whole steps with
+clipping and AdamW: for computing again, and for the rest. The rest is the draw, the sums of weights, and what is
+packed, sent and received. It leaves out the copies and sums of the audited microbatches within the step.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from text_data import byte_frequencies, random_batches, read_corpus
 import fastpipe
 
 CONTEXT = 128
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zbv")
 
 
 class Training:
@@ -49,7 +52,8 @@ class Training:
             for name in ("begin", "report", "end"):
                 self._watch("rest", self.audit, name)
             self._watch("rest", self.audit._weights, "note")
-            self._watch("again", self.audit, "_check")
+            self._watch("again", self.audit, "_complete")
+            self._watch("again", self.audit, "_start")
 
     def _watch(self, what: str, owner: Any, name: str) -> None:
         """Time a method, without the others that it calls."""
@@ -100,6 +104,67 @@ def measure(options: Any) -> list[list[str]]:
     return rows
 
 
+class Sleeps(torch.autograd.Function):
+    """Identity that takes its time, and twice as much in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+class SleepingLayer(torch.nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = torch.nn.Linear(4, 4), seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleeps.apply(self.linear(x), self.seconds)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class SleepingSteps:
+    """Steps of a pipeline of sleeping layers."""
+
+    def __init__(self, schedule: str, options: Any, audit: float | None) -> None:
+        shape = {"num_ranks": torch.distributed.get_world_size(), "num_microbatches": options.microbatches}
+        stages = fastpipe.make_schedule(schedule, **shape).placement.num_stages
+        layers = [SleepingLayer(1e-3 * options.sleep) for _ in range(stages)]
+        mse = torch.nn.functional.mse_loss
+        self.pipe = fastpipe.Pipeline(layers, schedule, options.microbatches, loss_fn=mse, audit=audit)
+        self.x, self.steps = torch.randn(options.microbatches, 4), options.steps
+
+    def run(self) -> float:
+        """Seconds of a step."""
+        start = time.perf_counter()
+        for _ in range(self.steps):
+            self.pipe.step(self.x, target=self.x)
+        return (time.perf_counter() - start) / self.steps
+
+
+def make_sleeping(schedule: str, options: Any, _: int) -> dict[str, Callable[[], Any]]:
+    given = (("without", None), ("audit", options.audit))
+    return {name: SleepingSteps(schedule, options, audit).run for name, audit in given}
+
+
+def measure_steps(options: Any) -> list[list[str]]:
+    """Rows of the first table, one for each schedule and number of ranks."""
+    rows = []
+    for schedule, count in [(name, options.ranks) for name in SCHEDULES] + [("1f1b", 2)]:
+        with ranks(count, partial(make_sleeping, schedule, options), pin="never") as group:
+            group.call("audit")
+            rounds = [(max(group.call("without")), max(group.call("audit"))) for _ in range(options.rounds)]
+        plain, audited = zip(*rounds, strict=True)
+        more = [100 * (b / a - 1) for a, b in rounds]
+        rows.append([f"{schedule}, {count} ranks", spread(plain, 1e3), spread(audited, 1e3), spread(more)])
+    return rows
+
+
 def main() -> None:
     options = parser(__doc__, rounds=10)
     options.add_argument("--ranks", type=int, default=4)
@@ -110,13 +175,14 @@ def main() -> None:
     options.add_argument("--schedule", default="1f1b")
     options.add_argument("--audit", type=float, default=0.05)
     options.add_argument("--steps", type=int, default=10, help="of a measurement (10)")
+    options.add_argument("--sleep", type=float, default=4.0, help="milliseconds of a sleeping forward (4)")
     chosen = options.parse_args()
     torch.set_num_threads(1)
     print(machine())
-    print(
-        f"{chosen.schedule}, {chosen.ranks} ranks, {chosen.layers} layers of width {chosen.width}, audit = "
-        f"{chosen.audit}, {chosen.rounds} rounds of {chosen.steps} steps\n"
-    )
+    print(f"audit = {chosen.audit}, {chosen.rounds} rounds of {chosen.steps} steps\n")
+    heads = ["", "without, ms a step", "audited, ms a step", "more, %"]
+    print(table(heads, measure_steps(chosen), markdown=chosen.markdown), end="\n\n")
+    print(f"{chosen.schedule}, {chosen.ranks} ranks, {chosen.layers} layers of width {chosen.width}\n")
     heads = ["", "processor, ms a step", "computing again, %", "the rest, %", "microbatches"]
     print(table(heads, measure(chosen), markdown=chosen.markdown))
 

@@ -264,8 +264,8 @@ Outcome Executor::run(std::int64_t signature, bool announce, Observer& observer,
 void Executor::execute(const Step& step, std::size_t position) {
   const Turn turn(is_compute(step.op) ? nullptr : step.stage);
   if (!failed_.load(std::memory_order_relaxed)) {
-    observer_->starts(position);
     try {
+      observer_->starts(position);
       perform(step, position, false);
       observer_->ends(position);
       return;

@@ -65,7 +65,8 @@ class Observer {
   Observer& operator=(const Observer&) = delete;
   virtual ~Observer() = default;
 
-  virtual void starts(std::size_t position) noexcept = 0;
+  // What it throws is the failure of this position.
+  virtual void starts(std::size_t position) = 0;
   virtual void ends(std::size_t position) noexcept = 0;
   // Runs the backward of a pair, in the helper thread, as the rank's own thread would.
   virtual void run_overlapped(std::size_t, FunctionRef<void()> backward) { backward(); }

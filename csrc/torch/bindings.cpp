@@ -363,7 +363,7 @@ void bind_executor(py::module_& m) {
            })
       .def("run", &Runner::run, py::arg("signature"), py::arg("announce"), py::arg("calls"), py::arg("on_failure"),
            py::arg("num_threads") = 0, py::arg("trace") = false, py::arg("drain") = false,
-           py::arg("in_turns") = py::none())
+           py::arg("in_turns") = py::none(), py::arg("wait_at") = 0, py::arg("while_waiting") = py::none())
       .def("fail", &Runner::fail)
       .def("forget_failure", &Runner::forget_failure)
       .def("drop_memory", &Runner::drop_memory)

@@ -135,7 +135,7 @@ Runner::~Runner() {
 
 py::object Runner::run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
                        const py::object& on_failure, int num_threads, bool trace, bool drain,
-                       const py::object& in_turns) {
+                       const py::object& in_turns, std::size_t wait_at, const py::object& while_waiting) {
   if (on_failure_) throw Error("this executor is running a step already; it runs one at a time, in one thread");
   // The sums of a kernel depend on how many threads share it; a thread of Python's starts with torch's default.
   if (num_threads > 0 && at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
@@ -146,6 +146,8 @@ py::object Runner::run(std::int64_t signature, bool announce, const std::vector<
   set_times(trace);
   on_failure_ = on_failure;
   in_turns_ = in_turns;
+  wait_at_ = wait_at;
+  if (!while_waiting.is_none()) while_waiting_ = while_waiting;
   context_ = context_variables();
   const auto size = static_cast<py::ssize_t>(labels_.size());
   py::array_t<double> start(size);
@@ -212,15 +214,19 @@ Outcome Runner::run_without_gil(std::int64_t signature, bool announce, double* s
       error = std::current_exception();
     }
   }
-  on_failure_ = in_turns_ = py::handle();
+  on_failure_ = in_turns_ = while_waiting_ = py::handle();
   context_ = py::object();
   if (!error) return outcome;
   raise(to_python(error));
 }
 
-void Runner::starts(std::size_t position) noexcept {
+void Runner::starts(std::size_t position) {
   label_.begin(labels_[position]);
   if (noted_here(position)) times_->starts(position);
+  if (while_waiting_ && position == wait_at_) {
+    const py::gil_scoped_acquire gil;
+    while_waiting_();
+  }
 }
 
 void Runner::ends(std::size_t position) noexcept {

@@ -39,8 +39,10 @@ class Runner final : public Observer {
   // pair in turns. Returns (start, end), or None when the step failed on another rank; raises what failed here.
   // num_threads: of torch's operators; 0 leaves it. trace: the times are those of the device, for which the host waits.
   // drain: nothing is computed, and stand-ins are sent: the step has failed here before its first instruction.
+  // while_waiting: called before the instruction at wait_at, unless the step has failed.
   py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
-                 const py::object& on_failure, int num_threads, bool trace, bool drain, const py::object& in_turns);
+                 const py::object& on_failure, int num_threads, bool trace, bool drain, const py::object& in_turns,
+                 std::size_t wait_at, const py::object& while_waiting);
   void fail() { executor_->fail(); }
   void forget_failure() { executor_->forget_failure(); }
   void drop_memory() { executor_->drop_memory(); }
@@ -49,7 +51,7 @@ class Runner final : public Observer {
   const std::vector<TorchStage*>& stages() const { return stages_; }
   const PairCounts& pair_counts() const { return executor_->pair_counts(); }
 
-  void starts(std::size_t position) noexcept override;
+  void starts(std::size_t position) override;
   void ends(std::size_t position) noexcept override;
   void run_overlapped(std::size_t position, FunctionRef<void()> backward) override;
   void run_in_turns(std::size_t position, FunctionRef<void()> forward, FunctionRef<void()> backward,
@@ -73,6 +75,8 @@ class Runner final : public Observer {
   // Of the step that runs.
   py::handle on_failure_;
   py::handle in_turns_;
+  std::size_t wait_at_ = 0;
+  py::handle while_waiting_;  // null for none
   ProfilerRange label_;
   DeviceTimes* times_ = nullptr;  // null where the host's clock is asked
   // For the helper thread.

@@ -596,7 +596,12 @@ def make_steps(
     """What runs the steps of stages and programs over a transport. Collective."""
     execution = arguments.execution
     copies = _make_copies(request.schedule.placement, local, world, transport)
-    ranks = _make_ranks(execution, local, world, transport, executor, copies)
+    audit = None
+    if local.audited:
+        assert execution.audit is not None
+        audit = Audit(execution.audit, local.audited, transport.exchange, world.control, world.device)
+    while_waiting = None if audit is None else audit.while_waiting
+    ranks = _make_ranks(execution, local, world, transport, executor, copies, while_waiting)
     random = RandomNumbers(
         world.device,
         seed=request.seed,
@@ -604,10 +609,6 @@ def make_steps(
         pairs=ranks.pairs != IN_ORDER,
         runtime=native.load() if executor is NativeExecutor else None,
     )
-    audit = None
-    if local.audited:
-        assert execution.audit is not None
-        audit = Audit(execution.audit, local.audited, transport.exchange, world.control, world.device)
     steps = Steps(
         arguments.batch,
         world.cores,
@@ -646,6 +647,7 @@ def _make_ranks(
     transport: Transport,
     executor: type[Executor],
     copies: StageCopies,
+    while_waiting: Callable[[], None] | None,
 ) -> LocalRanks:
     """What runs the programs of this process's ranks."""
     device, dimensions = world.device, list(execution.other_dimensions())
@@ -671,4 +673,5 @@ def _make_ranks(
         several_streams=streams,
         why_not_recorded=refusal,
         mesh_groups=mesh_groups,
+        while_waiting=while_waiting,
     )

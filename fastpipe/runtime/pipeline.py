@@ -57,7 +57,7 @@ from fastpipe.runtime.step import (
     gather_outputs,
 )
 from fastpipe.runtime.transport import Transport
-from fastpipe.runtime.tune import Profile, agree_on_plan, check_fits, check_movable, profile, successor
+from fastpipe.runtime.tune import Profile, agree_on_plan, check_fits, check_movable, profile
 from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
@@ -330,9 +330,7 @@ class Pipeline:
             ValueError: for an invalid argument, or one that differs between ranks.
         """
         named = self._named_parameters()
-        return clip_grad_norm(
-            self._steps, self._grad_norms, named, self.device, max_norm, norm_type, error_if_nonfinite
-        )
+        return clip_grad_norm(self._steps, self._grad_norms, named, max_norm, norm_type, error_if_nonfinite)
 
     def eval_step(
         self,
@@ -358,7 +356,7 @@ class Pipeline:
     def _run(self, request: Request, trace: bool) -> StepResult:
         result = self._steps.run(self._with_target(request), bool(trace))
         if request.gathers_outputs:
-            result.raw_outputs = gather_outputs(self._steps, self._site.member, self.device, result.raw_outputs)
+            result.raw_outputs = gather_outputs(self._steps, self._site.member, result.raw_outputs)
         return result
 
     def _with_target(self, request: Request) -> Request:
@@ -557,7 +555,6 @@ class Pipeline:
         return profile(
             self._steps,
             call,
-            [stage.module for stage in self._steps.stages],  # also those of hidden copies
             inputs=inputs,
             num_steps=num_steps,
             by_layer=by_layer,
@@ -587,7 +584,7 @@ class Pipeline:
 
         def prepare() -> Reply:
             check_fits(schedule, counts, self.schedule, present)
-            made.append(successor(self._steps.programs, schedule, self.num_ranks))
+            made.append(self._steps.programs.successor(schedule))
             if rebuilds:
                 check_movable(self._steps.stages, self._site.member.size)
             if self._steps.programs.parallel:

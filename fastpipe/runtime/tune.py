@@ -16,7 +16,7 @@ import json
 import math
 import statistics
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from fastpipe.runtime.coordination import Replies, Reply
 from fastpipe.runtime.data_parallel import Sharded, unwrapped
 from fastpipe.runtime.model import FULL, NONE, Chain, Policy, restored, selected
 from fastpipe.runtime.stage import Stage, StageWork, from_tensors, to_tensors
-from fastpipe.runtime.step import Programs, StepResult, Steps
+from fastpipe.runtime.step import StepResult, Steps
 from fastpipe.schedule import Schedule
 from fastpipe.timeline import Timeline
 
@@ -258,7 +258,6 @@ class Profile:
 def profile(
     steps: Steps,
     call: Callable[[bool, bool], StepResult],
-    modules: Collection[nn.Module],
     *,
     inputs: Sequence[Any],
     num_steps: Any,
@@ -269,13 +268,12 @@ def profile(
 
     Args:
         call: runs a step, or an `eval_step` if its first argument is false; the second says whether to trace it.
-        modules: whose buffers, gradients and generators are restored.
         by_layer: meter layers instead of stages.
     """
     name = f"profile{'_layers' if by_layer else ''}, num_steps={num_steps!r}"
     steps.all_gather(name, lambda: _check(steps, inputs, num_steps, by_layer))
     trains = not steps.programs.schedule(num_microbatches).forward_only
-    with steps.part_of(name), _restored(modules, steps):
+    with steps.part_of(name), _restored(steps):
         call(trains, False)
         timelines = [call(trains, True).timeline for _ in range(num_steps)]
         with metered(steps.stages, by_layer=by_layer, trains=trains) as units:
@@ -300,9 +298,10 @@ def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) 
 
 
 @contextlib.contextmanager
-def _restored(modules: Collection[nn.Module], steps: Steps) -> Iterator[None]:
+def _restored(steps: Steps) -> Iterator[None]:
     """Context that restores gradients, buffers, random generators and the step count."""
     step_count = steps.random.step_count
+    modules = [stage.module for stage in steps.stages]  # also those of hidden copies
     try:
         with torch.random.fork_rng(devices=cuda_devices(modules)), restored(*modules):
             yield
@@ -453,11 +452,3 @@ def check_movable(stages: Sequence[Stage], num_processes: int) -> None:
         "with fastpipe.save_checkpoint, build a Pipeline with schedule=plan.schedule, partition=plan.partition, "
         "recompute=plan.recompute, and load with fastpipe.load_checkpoint"
     )
-
-
-def successor(plans: Programs, schedule: Schedule, num_ranks: int) -> Programs:
-    """The programs of another schedule for the same transport; the first one is proved."""
-    made = Programs(schedule, num_ranks, {}, None, plans.lanes, plans.recv_lookahead, plans.queues)
-    made.parallel = plans.parallel
-    made.program(schedule.num_microbatches, forward_only=False)
-    return made

@@ -19,7 +19,7 @@ from torch import nn
 import fastpipe
 from fastpipe import CorruptionError, Pipeline
 from fastpipe.runtime.common import bit_sums, bytes_of, version_of
-from fastpipe.runtime.step.audit import draw, packed, unpacked
+from fastpipe.runtime.step.audit import Audit, draw, packed, unpacked
 from fastpipe.testing import flip_bit
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import GroupOf, on_ranks
@@ -175,13 +175,13 @@ class Seen:
     drawn: tuple[int, int]
 
 
-def first_draw(schedule: str, stage: int, pipe: Pipeline) -> tuple[int, int]:
-    """The first step in which the stage is audited, and the auditor."""
+def first_draw(schedule: str, stage: int, pipe: Pipeline) -> tuple[int, tuple[int, ...]]:
+    """The first step in which the stage is audited, and its auditors."""
     program = pipe._steps.programs.program(COUNT, forward_only=False)
     for step in range(1000):
         drawn = draw(most(schedule), step, program)
         if drawn is not None and drawn.stage == stage:
-            return step, drawn.auditor
+            return step, tuple(drawn.again)
     raise AssertionError("no step audits it")
 
 
@@ -234,7 +234,7 @@ def test_a_rank_that_is_always_wrong(
     """Two ranks cannot tell which of them it is."""
     for one in group_of(size).run(seen, "1f1b", "auto", where, (wrong,), True):
         assert (one.rank, one.stage) == (named, 1) and text in one.text
-        assert where == "forward" or one.drawn[1] == wrong
+        assert where == "forward" or wrong in one.drawn[1]
 
 
 def refuse(*_: Any) -> None:
@@ -246,7 +246,7 @@ def wrong_once(fails: bool) -> str:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.mse_loss, audit=0.5)
-    step, auditor = first_draw("1f1b", 1, pipe)
+    step, (auditor,) = first_draw("1f1b", 1, pipe)
     train(pipe, step + 1)
     audit = pipe._steps.audit
     assert audit is not None
@@ -490,12 +490,77 @@ def test_draws() -> None:
     assert len(counts) == 32 and all(0.045 < count / len(drawn) < 0.055 for count in counts.values())
     steps = {stage: [k for k, one in enumerate(drawn) if one is not None and one.stage == stage] for stage in range(4)}
     gaps = [later - step for found in steps.values() for step, later in itertools.pairwise([-1, *found])]
-    assert max(gaps) == 43 and round(sum(gaps) / len(gaps)) == 5
-    # the ranks that wait longest for their first input
-    assert {(one.owner, one.auditor) for one in drawn if one is not None} == {(0, 3), (1, 3), (2, 3), (3, 2)}
+    assert max(gaps) == 39 and round(sum(gaps) / len(gaps)) == 5
+    # the ranks that wait longest; rank 3 has the time of two microbatches
+    auditors = {(one.owner, *one.again) for one in drawn if one is not None}
+    assert auditors == {(0, 3), (1, 3), (2, 3), (3, 2)}
     known = weakref.ref(program)
     del program
     assert known() is None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "share", "again"),
+    [
+        ("1f1b", 0.125, {3: ([], [0, 1, 2]), 2: ([], [3])}),  # 3 forwards before, and 6 after: 3 fit, and then 2
+        ("1f1b", 0.05, {3: ([], [0, 1])}),
+        ("1f1b", 0.025, {3: ([0], [])}),  # no activation is held in the step
+        ("1f1b", 0.25, {3: ([0], [1, 2, 6]), 2: ([3], [4, 7]), 1: ([], [5])}),
+        ("zb_h1", 0.05, {3: ([0], []), 2: ([1], [])}),  # 3 before, and none after
+    ],
+)
+def test_ranks_compute_again_as_much_as_fits_where_they_wait(schedule: str, share: float, again: Any) -> None:
+    program = fastpipe.lower(fastpipe.make_schedule(schedule, num_ranks=4, num_microbatches=8))
+    one = next(one for step in range(100) if (one := draw(share, step, program)) is not None and one.owner == 0)
+    numbers = {i: number for number, i in enumerate(one.microbatches)}
+    found = {rank: tuple([numbers[i] for i in part] for part in parts) for rank, parts in one.again.items()}
+    assert found == again
+
+
+def positions(executor: str, transport: str, fails: bool) -> list[int] | str:
+    """Where in the program the backwards are computed again; or the error if that fails once."""
+    found: list[int] = []
+    complete = Audit._complete
+
+    def noting(self: Audit) -> None:
+        if self._again is not None:
+            (running,) = pipe._steps.ranks._current or [None]
+            found.append(-1 if running is None else running.position())
+            if fails and dist.get_rank() == 1 and len(found) == 1:
+                raise ArithmeticError("on purpose")
+        complete(self)
+
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Audit, "_complete", noting)
+        options: dict[str, Any] = {"executor": executor, "transport": transport, "audit": 0.5}
+        pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.mse_loss, **options)
+        if not fails:
+            train(pipe, 20)
+            return found
+        with pytest.raises((ArithmeticError, fastpipe.StepError)) as caught:
+            train(pipe, 20)
+        train(pipe, 20)
+        return str(caught.value) if isinstance(caught.value, fastpipe.StepError) else "its own"
+
+
+@pytest.mark.parametrize(("executor", "transport"), [("native", "auto"), ("python", "process_group")])
+def test_backwards_are_computed_again_before_the_last_waits(executor: str, transport: str, group_of: GroupOf) -> None:
+    if executor == "native":
+        skip_without_native()
+    first, last = group_of(2).run(positions, executor, transport, False)
+    program = fastpipe.lower(fastpipe.make_schedule("1f1b", num_ranks=2, num_microbatches=COUNT))
+    after = [i.op.name for i in list(program[1])[last[0] :]]
+    assert set(last) == {last[0]} and set(after) == {"WAIT_SEND"}
+    assert set(first) == {-1}, "rank 0 is the last to end, and has nothing to wait for"
+
+
+@pytest.mark.parametrize(("executor", "transport"), [("native", "auto"), ("python", "process_group")])
+def test_an_error_in_what_is_computed_again(executor: str, transport: str, group_of: GroupOf) -> None:
+    if executor == "native":
+        skip_without_native()
+    for text in group_of(2).run(positions, executor, transport, True):
+        assert text == "its own" or ("rank" in text and "ArithmeticError: on purpose" in text)
 
 
 def test_one_flipped_bit_changes_a_sum() -> None:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 import fastpipe
 from fastpipe import Pipeline, Schedule, make_schedule
-from fastpipe.runtime import pipeline, tune
+from fastpipe.runtime import tune
 from fastpipe.runtime.model.chain import Chain
+from fastpipe.runtime.step import Programs
 from tests.conftest import WAYS
 from tests.distributed.ranks import GroupOf, on_ranks
 from tests.distributed.test_step import refuses
@@ -99,7 +100,7 @@ def test_whoever_cannot_follow_a_plan_keeps_all_at_the_former_one() -> None:
     pipe = Pipeline(case.layers(8), "1f1b", 4, squared)
     given = case.batches(1, 8)[0]
     other = make_schedule("gpipe", num_ranks=2, num_microbatches=4)
-    for owner, name, plan in ((pipeline, "successor", other), (Schedule, "from_csv", None if rank else other)):
+    for owner, name, plan in ((Programs, "successor", other), (Schedule, "from_csv", None if rank else other)):
         failing = mock.patch.object(owner, name, side_effect=MemoryError("no room"))
         with failing if rank else contextlib.nullcontext():
             refuses(lambda: pipe.replan(plan), "no room", on=1, kind=MemoryError)  # noqa: B023

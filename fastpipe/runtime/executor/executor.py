@@ -41,6 +41,8 @@ class Executor(ABC):
     Args:
         streams: streams of the stages, by index; empty if all work uses the caller's stream.
         leave_mesh: called in a failed step, before this rank joins a collective of a stage's replicas.
+        while_waiting: called where the rank has computed everything, and only waits until its messages have arrived;
+            not in a failed step, and not where it has none to wait for.
     """
 
     program: Program
@@ -55,9 +57,11 @@ class Executor(ABC):
     device: torch.device = CPU
     streams: Mapping[int, torch.Stream] = field(default_factory=dict)
     leave_mesh: Callable[[], None] = lambda: None
+    while_waiting: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         columns = self.program.columns[self.rank]
+        self._wait_at = _last_waits(columns[0])
         self.last = {index: last_microbatches(columns, index) for index in self.stages}
         self._in_turns = partial(in_turns, make_helper(self.num_threads))
         self._prepare()
@@ -131,6 +135,13 @@ class Executor(ABC):
         vars(self).clear()
 
 
+def _last_waits(ops: npt.NDArray[np.int32]) -> int:
+    """The position of the first WAIT_SEND after which nothing is computed and sent; the program's length without."""
+    others = np.flatnonzero((ops != Op.WAIT_SEND) & (ops != Op.FREE))
+    waits = np.flatnonzero(ops == Op.WAIT_SEND)
+    return int(min(waits[waits > others[-1]], default=len(ops)))
+
+
 def last_backwards(instructions: Sequence[Instruction]) -> dict[int, int]:
     """Microbatch of each stage's last B or W, if the stage's REDUCE_GRAD follows it directly.
 
@@ -194,6 +205,8 @@ class NativeExecutor(Executor):
             trace=trace,
             drain=drain,
             in_turns=self._in_turns,
+            wait_at=self._wait_at,
+            while_waiting=self.while_waiting,
         )
         if spans is None:
             return None
@@ -316,6 +329,8 @@ class PythonExecutor(Executor):
         times = [time.perf_counter()]
         for position, instruction in enumerate(self.instructions):
             self._position = position
+            if position == self._wait_at and self.while_waiting is not None:
+                self._execute(position, (Op.WAIT_SEND, self.while_waiting, f"{_LABEL_PREFIX}waiting"))
             self._execute(position, instruction)
             times.append(time.perf_counter())
         self._position = len(self.instructions)
@@ -430,14 +445,11 @@ class PythonExecutor(Executor):
         """FREE."""
         self.slots.pop(slot, None)
 
-    def last_backward(self, stage: Stage, op: Op, call: Callable[[], None]) -> None:
-        """The last B or W of a stage."""
-        self.collective(stage, op)
-        call()
-
-    def collective(self, stage: Stage, op: Op) -> None:
-        """UNSHARD, RESHARD, REDUCE_GRAD; in a failed step, too, as the stage's replicas wait."""
+    def collective(self, stage: Stage, op: Op, then: Callable[[], None] | None = None) -> None:
+        """UNSHARD, RESHARD, REDUCE_GRAD, in a failed step, too, as the stage's replicas wait; or its last B or W."""
         self.run_collective(stage, op, self.failed)
+        if then is not None:
+            then()
 
     def _resolved(self, it: Instruction) -> Resolved:
         """In the order of the program, as a receive tells what its message's slot is."""
@@ -449,7 +461,7 @@ class PythonExecutor(Executor):
         stage, microbatch = backward_of(it)
         if self._last_backwards.get(stage) != microbatch:
             return call
-        return partial(self.last_backward, self.stages[stage], Op.W if it.op is Op.W else Op.B, call)
+        return partial(self.collective, self.stages[stage], Op.W if it.op is Op.W else Op.B, call)
 
     def _compute(self, it: Instruction) -> Callable[[], None]:
         if it.op is Op.W:

@@ -205,6 +205,7 @@ class LocalRanks:
         several_streams: whether each stage has a stream.
         why_not_recorded: why no step is recorded as a CUDA graph.
         mesh_groups: groups of the stages' own collectives.
+        while_waiting: see `Executor`.
 
     Attributes:
         first: the lowest local rank, which represents the process.
@@ -224,6 +225,7 @@ class LocalRanks:
     several_streams: bool = False
     why_not_recorded: str = ""
     mesh_groups: MeshGroups = field(default_factory=MeshGroups)
+    while_waiting: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.device_events = DeviceEvents()
@@ -272,6 +274,7 @@ class LocalRanks:
             device=self.device,
             streams=self._streams[rank],
             leave_mesh=self.mesh_groups.end,
+            while_waiting=self.while_waiting,
         )
 
     def check_modes(self) -> None:

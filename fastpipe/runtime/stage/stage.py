@@ -503,8 +503,8 @@ def _without_lost_graphs(outputs: Tensors) -> Tensors:
     return tuple(t.detach() if t.requires_grad and not has_graph(t) else t for t in outputs)
 
 
-def warn_of_unreached_inputs(stages: Sequence[Stage]) -> None:
-    """Warn if earlier stages get gradients of zeros, where the unsplit model has none."""
+def warn_of_unreached_inputs(stages: Sequence[Stage]) -> bool:
+    """Warn if earlier stages get gradients of zeros, where the unsplit model has none; False if that is not known."""
     for stage in stages:
         if stage.reaches_inputs is False and not stage.is_first:
             logger.warning(
@@ -513,12 +513,17 @@ def warn_of_unreached_inputs(stages: Sequence[Stage]) -> None:
                 "weight decay changes them. Freeze them by requires_grad_(False)",
                 stage.index,
             )
+    return any(stage.reaches_inputs is not None for stage in stages)
 
 
-def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
-    """Warn if most weight gradients of linears are computed in I, as under torch.compile: W then gains little."""
-    modules = (module for stage in stages if stage.deferred is not None for module in stage.module.modules())
-    linears = (module for module in modules if isinstance(module, nn.Linear))
+def warn_of_whole_weights(stages: Sequence[Stage]) -> bool:
+    """Warn if most weight gradients of linears are computed in I, as under torch.compile: W then gains little.
+
+    Returns:
+        Whether a stage has run I, as otherwise nothing is known.
+    """
+    split = [stage for stage in stages if stage.deferred is not None]
+    linears = (module for stage in split for module in stage.module.modules() if isinstance(module, nn.Linear))
     weights = {tuple(map(id, found)): found for found in map(_trained_weights, linears) if found}
     waiting = sum(any(stage.waits(p) for stage in stages for p in found) for found in weights.values())
     if 2 * waiting < len(weights):
@@ -531,6 +536,7 @@ def warn_of_whole_weights(stages: Sequence[Stage]) -> None:
             waiting,
             len(weights),
         )
+    return bool(split)
 
 
 def _trained_weights(linear: nn.Linear) -> list[nn.Parameter]:

@@ -3,16 +3,20 @@
 `draw` picks a stage and microbatches of it by the number of the step, the same on every rank. Their rank, the *owner*,
 records them: all that a microbatch is computed from, and sums of the bits of every result, which are outputs, gradients
 of inputs, and its part of the gradients of weights. After the step it sends the record, with the stage's weights, to
-the *auditor*. That rank computes them again at the begin of the next step, where it would wait for its first input, in
-a copy of the stage that has no memory in between. If sums differ, all ranks compute them again, and the majority
-decides which rank was wrong.
+the *auditors*. They compute it again in the next step, in a copy of the stage that has no memory in between, where they
+would wait: forwards before the first input comes, and backwards there or after the rank's last action. Each auditor
+gets as many microbatches as fit. If sums differ, all ranks compute them again, and the majority decides which rank was
+wrong.
 
 Weights at rest are not computed again: each rank compares their sums (`WeightSums`).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -53,12 +57,13 @@ from fastpipe.runtime.stage import (
     microbatch_seed,
     to_tensors,
 )
+from fastpipe.simulate import simulate_program
 
 Exchange = Callable[[int, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """``(peer, tensors, memory for the peer's) -> the peer's``; `fastpipe.runtime.transport.Transport.exchange`."""
 
-_parts: WeakKeyDictionary[Program, list[Draw]] = WeakKeyDictionary()
-"""The parts of programs that pipelines still have; see `_parts_of`."""
+_parts: WeakKeyDictionary[Program, tuple[list[Draw], list[tuple[int, int]]]] = WeakKeyDictionary()
+"""Of programs that pipelines still have: their parts (`_parts_of`) and idle time (`_idle_of`)."""
 
 
 class Draw(NamedTuple):
@@ -66,16 +71,17 @@ class Draw(NamedTuple):
 
     Attributes:
         owner: the rank that computes it.
-        auditor: the rank that computes it again.
         microbatches: its microbatches, and of each whether its backward is split.
         last: the microbatches of the stage's last actions; see `last_microbatches`.
+        again: by rank, the microbatches that it computes again: those that it completes before a step, and those whose
+            backward it leaves until after its last action.
     """
 
     owner: int
-    auditor: int
     stage: int
     microbatches: dict[int, bool]
     last: tuple[int, int, int]
+    again: dict[int, tuple[list[int], list[int]]]
 
 
 def check_audit(share: float, placement: Placement, num_processes: int, stages: Any) -> None:
@@ -134,34 +140,77 @@ def _held(placement: Placement) -> list[tuple[int, int]]:
 
 
 def _parts_of(program: Program) -> list[Draw]:
-    """All that a program computes, in the form in which parts of it are drawn.
-
-    The auditor is the rank whose first stage is the last to get an input, as it waits for that at the begin of a step.
-    """
-    routes, parts = program.placement.routes, []
+    """All that a program computes, in the form in which parts of it are drawn."""
+    parts = []
     for owner, stage in _held(program.placement):
-        others = [rank for rank in range(program.num_ranks) if rank != owner]
-        auditor = max(others, key=lambda rank: min(route.index(rank) for route in routes if rank in route))
         ops, stages, microbatches = program.columns[owner][:3]
         forwards = microbatches[(stages == stage) & ((ops == Op.F) | (ops == Op.OVERLAP_F_B))].tolist()
         split = set(microbatches[(stages == stage) & (ops == Op.I)].tolist())
         last = last_microbatches(program.columns[owner], stage)
-        parts.append(Draw(owner, auditor, stage, {i: i in split for i in sorted(forwards)}, last))
+        parts.append(Draw(owner, stage, {i: i in split for i in sorted(forwards)}, last, {}))
     return parts
+
+
+def _idle_of(program: Program) -> list[tuple[int, int]]:
+    """By rank, how long it waits before its first action and after its last one, in forwards of a stage.
+
+    A backward counts as two forwards, and messages take no time.
+    """
+    timeline = simulate_program(program)
+    end = timeline.start + timeline.makespan
+    spans = [timeline.compute_spans(rank) for rank in range(program.num_ranks)]
+    return [(int(own[0].start - timeline.start), int(end - own[-1].end)) if own else (0, 0) for own in spans]
+
+
+def _shared_out(
+    microbatches: Sequence[int], owner: int, idle: Sequence[tuple[int, int]]
+) -> dict[int, tuple[list[int], list[int]]]:
+    """`Draw.again`: each rank gets as many as it can compute while it waits, and of more than that all get as many."""
+    room = [_room(*own) for own in idle]
+    others = sorted((r for r in range(len(idle)) if r != owner), key=lambda r: (-room[r], r))
+    further = sorted(others, key=lambda r: 3 * room[r] - sum(idle[r]))
+    places = itertools.chain((r for r in others for _ in range(room[r])), itertools.cycle(further))
+    again: dict[int, tuple[list[int], list[int]]] = {}
+    found = sorted(zip(places, microbatches))  # noqa: B905 - the places do not end
+    for rank, own in itertools.groupby(found, key=operator.itemgetter(0)):
+        mine = [i for _, i in own]
+        early = _early(len(mine), *idle[rank])
+        again[rank] = mine[:early], mine[early:]
+    return again
+
+
+def _early(count: int, before: int, after: int) -> int:
+    """How many to complete before a step, so that it ends soonest; as many as possible, as the others hold memory."""
+
+    def exposed(early: int) -> tuple[int, int]:
+        return max(0, count + 2 * early - before) + max(0, 2 * (count - early) - after), -early
+
+    return min(range(count + 1), key=exposed)
+
+
+def _room(before: int, after: int) -> int:
+    """How many microbatches fit into idle time: with ``early`` ones, their forwards and early backwards before the
+    step, and the other backwards after it."""
+    return max(min(before - 2 * early, after // 2 + early) for early in range(before // 3 + 1))
 
 
 def draw(share: float, step: int, program: Program) -> Draw | None:
     """The stage and the microbatches that are audited in a step; None if there are none.
 
-    Each microbatch of each stage is drawn with the probability ``share``.
+    Each microbatch of each stage is drawn with the probability ``share``; a step audits always as many, or none.
     """
     if program not in _parts:
-        _parts[program] = _parts_of(program)
-    parts = _parts[program]
+        _parts[program] = _parts_of(program), _idle_of(program)
+    parts, idle = _parts[program]
     part = parts[microbatch_seed(0, step, 0, 0) % len(parts)]
-    limit = share * len(parts) * 2**64
-    drawn = {i: splits for i, splits in part.microbatches.items() if microbatch_seed(0, step, 1, i) < limit}
-    return part._replace(microbatches=drawn) if drawn else None
+    mean = share * len(parts) * len(part.microbatches)
+    count = math.ceil(mean - 1e-9)  # a product may be rounded up
+    if microbatch_seed(0, step, 1, 0) * count >= mean * 2**64:
+        return None
+    drawn = sorted(sorted(part.microbatches, key=lambda i: microbatch_seed(0, step, 2, i))[:count])
+    return part._replace(
+        microbatches={i: part.microbatches[i] for i in drawn}, again=_shared_out(drawn, part.owner, idle)
+    )
 
 
 def packed(tree: Any, stage: int, device: torch.device) -> torch.Tensor:
@@ -261,22 +310,27 @@ class Audit:
         """As owner: what is sent after this step."""
         self._received: torch.Tensor | None = None
         """As auditor: what is computed again."""
+        self._again: Repetition | None = None
+        """As auditor: what is not yet complete of it."""
         self._has_doubts = False
+        self._error: Exception | None = None
+        """Of `while_waiting`, which `report` raises."""
 
     def __str__(self) -> str:
         """One line for `Pipeline.describe`."""
         return f"a share of {self.share} of the work; {self.num_computed} microbatches were computed again here"
 
     def begin(self, program: Program, step: int, stages: Sequence[Stage]) -> AbstractContextManager[None]:
-        """Before a step: compute again what this rank has received after the last one.
+        """Before a step: begin to compute again what this rank has received after the last one.
 
         Returns:
             The context in which the step runs.
         """
         self._recorder, self._data = None, None
+        self._complete()  # where the last step failed in between
         # doubts of a step that failed are not checked again: they wait for all ranks
         if self._received is not None and not self._has_doubts:
-            self._check(self._received)
+            self._start(self._received)
         self._weights.begin(stages)
         self._draw = drawn = draw(self.share, step, program)
         if drawn is None or drawn.owner != self.rank:
@@ -285,15 +339,46 @@ class Audit:
         self._recorder = Recorder(stage, drawn.microbatches, self._generators)
         return self._recorder.attached()
 
-    def _check(self, data: torch.Tensor) -> None:
-        """Compute again what was received; keep it for a vote if the results differ."""
-        self._received, record = None, unpacked(data)
-        found = self._compute(record)
-        if any(_chosen(own["sums"], found[i]) != own["sums"] for i, own in record["microbatches"].items()):
-            self._received, self._has_doubts = data, True
+    def _start(self, data: torch.Tensor) -> None:
+        """Begin to compute what was received again."""
+        record = unpacked(data)
+        early, late = record["draw"].again[self.rank]
+        self._again = self._repetition(record, [*early, *late])
+        self._again.backward(early)
+        if not late:
+            self._complete()
+
+    def _repetition(self, record: Mapping[str, Any], microbatches: Sequence[int]) -> Repetition:
+        """Compute again the forwards of recorded microbatches."""
+        stage = self._copies[record["draw"].stage]
+        return Repetition(stage, record, microbatches, self._generators, self.device)
+
+    def while_waiting(self) -> None:
+        """Where this rank only waits until a step ends: complete what is computed again."""
+        try:
+            self._complete()
+        except Exception as error:  # not of the program, which goes on
+            self._error = error
+
+    def _complete(self) -> None:
+        """Compute the rest again, and compare; keep what was received for a vote if the results differ."""
+        if self._again is None:
+            return
+        again, self._again = self._again, None
+        recorded = again.record["microbatches"]
+        found = again.results()
+        self.num_computed += len(found)
+        if any(_chosen(recorded[i]["sums"], sums) != recorded[i]["sums"] for i, sums in found.items()):
+            self._has_doubts = True
+        else:
+            self._received = None
 
     def report(self) -> Reply:
         """After a step that succeeded on this rank: what the others must know."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        self._complete()  # where there was nothing to wait for
         if self._recorder is not None and self._draw is not None:
             record = self._recorder.record(self.device) | {"draw": self._draw}
             try:
@@ -304,59 +389,53 @@ class Audit:
                     f"form, or leave audit out ({error})"
                 ) from error
         self._recorder = None
-        reply: Reply = {"doubts": True} if self._has_doubts else {}
+        reply: Reply = {} if self._data is None else {"record": len(self._data)}
+        if self._has_doubts and self._received is not None:
+            reply["doubts"] = len(self._received)
         return reply | ({"changed": changed} if (changed := self._weights.changed()) else {})
 
     def end(self, replies: Sequence[Reply]) -> None:
         """After a step that succeeded on all ranks: pass on what is audited, or decide what was wrong. Collective."""
         changed = [(rank, reply["changed"]) for rank, reply in enumerate(replies) if "changed" in reply]
-        doubts = [rank for rank, reply in enumerate(replies) if "doubts" in reply]
+        doubts = [(rank, reply["doubts"]) for rank, reply in enumerate(replies) if "doubts" in reply]
         if changed or doubts:
-            self.finding = _of_weights(*changed[0]) if changed else self._vote(doubts[0])
+            self.finding = _of_weights(*changed[0]) if changed else self._vote(*doubts[0])
             self._received, self._has_doubts = None, False
             return
         self._received, drawn = None, self._draw
         if drawn is None:
             return
         if self._data is not None:
-            self._send(drawn.auditor, self._data)
-        elif self.rank == drawn.auditor:
-            self._received = self._receive(drawn.owner)
+            for auditor in drawn.again:
+                self._exchange(auditor, [self._data], [])
+        elif self.rank in drawn.again:
+            self._received = self._receive(drawn.owner, replies[drawn.owner]["record"])
         self._data = None
 
-    def _send(self, peer: int, data: torch.Tensor) -> None:
-        self._exchange(peer, [torch.tensor([len(data)], device=self.device)], [])
-        self._exchange(peer, [data], [])
-
-    def _receive(self, peer: int) -> torch.Tensor:
-        (size,) = self._exchange(peer, [], [torch.zeros(1, dtype=torch.int64, device=self.device)])
-        (data,) = self._exchange(peer, [], [torch.empty(int(size), dtype=torch.uint8, device=self.device)])
+    def _receive(self, peer: int, size: int) -> torch.Tensor:
+        (data,) = self._exchange(peer, [], [torch.empty(size, dtype=torch.uint8, device=self.device)])
         return data
 
-    def _vote(self, auditor: int) -> CorruptionError:
-        """All ranks compute again what the auditor doubts."""
+    def _vote(self, auditor: int, size: int) -> CorruptionError:
+        """All ranks compute again what the auditor doubts, a record of so many bytes."""
         if self.rank == auditor and (data := self._received) is not None:
             for peer in range(self._control.size):
                 if peer != auditor:
-                    self._send(peer, data)
+                    self._exchange(peer, [data], [])
         else:
-            data = self._receive(auditor)
+            data = self._receive(auditor, size)
         record = unpacked(data)
-        found = self._compute(record)
-        replies = self._control.exchange("audit", {"sums": [found[i] for i in record["microbatches"]]})
+        microbatches = record["draw"].again[auditor][0] + record["draw"].again[auditor][1]
+        found = self._repetition(record, microbatches).results()
+        self.num_computed += len(found)
+        replies = self._control.exchange("audit", {"sums": [found[i] for i in microbatches]})
         drawn, step = record["draw"], record["step"]
         findings = [
-            judged(drawn, step, i, own["sums"], [reply["sums"][number] for reply in replies])
-            for number, (i, own) in enumerate(record["microbatches"].items())
+            judged(drawn, auditor, step, i, record["microbatches"][i]["sums"], [r["sums"][number] for r in replies])
+            for number, i in enumerate(microbatches)
         ]
         # if nobody shares the auditor's doubts now, it was wrong itself
-        return next((finding for finding in findings if finding is not None), _of_auditor(drawn, step))
-
-    def _compute(self, record: Mapping[str, Any]) -> dict[int, Sums]:
-        drawn = record["draw"]
-        found = compute_again(self._copies[drawn.stage], record, drawn.last, self._generators, self.device)
-        self.num_computed += len(found)
-        return found
+        return next((finding for finding in findings if finding is not None), _of_auditor(drawn, auditor, step))
 
     def take_finding(self) -> CorruptionError:
         """The finding, to be raised on all ranks; forgets it."""
@@ -374,10 +453,13 @@ def _chosen(original: Sums, found: Sums) -> dict[str, int | None]:
     return {name: found.get(name) for name in original}
 
 
-def judged(drawn: Draw, step: int, microbatch: int, original: Sums, found: Sequence[Sums]) -> CorruptionError | None:
+def judged(
+    drawn: Draw, auditor: int, step: int, microbatch: int, original: Sums, found: Sequence[Sums]
+) -> CorruptionError | None:
     """Which rank was wrong.
 
     Args:
+        auditor: the rank that found other bits.
         original: the owner's sums.
         found: those of all ranks, which have computed it again.
 
@@ -390,7 +472,7 @@ def judged(drawn: Draw, step: int, microbatch: int, original: Sums, found: Seque
     texts = [json.dumps(_chosen(original, sums)) for sums in found]
     ((best, count),) = Counter(texts).most_common(1)
     wrong = [rank for rank, text in enumerate(texts) if text != best]
-    owner, auditor, stage, *_ = drawn
+    owner, stage = drawn.owner, drawn.stage
     what = f"{name} of stage {stage}, microbatch {microbatch}, step {step}, computed on rank {owner},"
     if 2 * count <= len(found):
         text = f"{what} is not what rank {auditor} computes, also when both repeat it: one of them is wrong"
@@ -403,13 +485,12 @@ def judged(drawn: Draw, step: int, microbatch: int, original: Sums, found: Seque
     return _finding(text, owner, stage, microbatch)
 
 
-def _of_auditor(drawn: Draw, step: int) -> CorruptionError:
-    owner, auditor, stage, *_ = drawn
+def _of_auditor(drawn: Draw, auditor: int, step: int) -> CorruptionError:
     text = (
-        f"rank {auditor} computed stage {stage} of step {step} again with other bits than rank {owner}, and now agrees "
-        "with all ranks: it was wrong once"
+        f"rank {auditor} computed stage {drawn.stage} of step {step} again with other bits than rank {drawn.owner}, "
+        "and now agrees with all ranks: it was wrong once"
     )
-    return _finding(text, auditor, stage)
+    return _finding(text, auditor, drawn.stage)
 
 
 def _of_weights(rank: int, names: Sequence[str]) -> CorruptionError:
@@ -532,7 +613,7 @@ class Recorder:
             }
 
     def record(self, device: torch.device) -> dict[str, Any]:
-        """What `compute_again` needs, and the results here: values that `to_tensors` supports."""
+        """What `Repetition` needs, and the results here: values that `to_tensors` supports."""
         module, kind = self.stage.module, device.type
         parameters = [p for *_, p in _places(module, parameters_of)]
         own = {id(p): p.detach().requires_grad_(p.requires_grad) for p in parameters}
@@ -578,53 +659,90 @@ def _put(places: _Places, values: Sequence[torch.Tensor]) -> None:
         own[name] = value
 
 
-def compute_again(
-    stage: Stage, record: Mapping[str, Any], last: tuple[int, int, int], generators: Generators, device: torch.device
-) -> dict[int, Sums]:
-    """Compute recorded microbatches again; returns the sums of their results.
+class Repetition:
+    """Recorded microbatches of a stage, computed again: the forwards at once, the backwards when they are asked for.
 
     Args:
-        stage: one of the same layers, which is unchanged afterwards.
-        record: of `Recorder.record`.
-        last: the microbatches of the stage's last actions; see `last_microbatches`.
+        stage: one of the same layers; it has no memory of its own, and other weights only while it computes.
+        record: of `Recorder.record`, with its `Draw`.
         device: where the record's tensors are.
     """
-    parameters, buffers = (_places(stage.module, owned) for owned in (parameters_of, torch_private.buffers_of))
-    states = generators.states()
-    recorder = Recorder(stage, record["microbatches"])
-    enabled, dtype = record["autocast"]
-    made = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in record["parameters"]}
-    try:
-        _put(parameters, [made[id(p)] for p in record["parameters"]])
-        for inner, is_training in zip(walked(stage.module), record["training"], strict=True):
-            inner.training = is_training
-        if stage.grad_dtype is not None:
-            set_grad_dtype(stage.module, stage.grad_dtype)
-        stage.context.step, stage.context.last = record["step"], last
-        with recorder.attached(), torch.autocast(device.type, dtype, enabled):
-            for i, given in record["microbatches"].items():
+
+    def __init__(
+        self,
+        stage: Stage,
+        record: Mapping[str, Any],
+        microbatches: Sequence[int],
+        generators: Generators,
+        device: torch.device,
+    ) -> None:
+        self.stage, self.record, self._generators, self._device = stage, record, generators, device
+        self._given = {i: record["microbatches"][i] for i in microbatches}
+        self._recorder = Recorder(stage, {i: given["splits"] for i, given in self._given.items()})
+        self._left = list(microbatches)
+        """Those without a backward."""
+        made = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in record["parameters"]}
+        self._parameters = [made[id(p)] for p in record["parameters"]]
+        stage.begin(_work_of(self._given))
+        stage.shaped(0, announce=True)
+        with self._as_recorded() as buffers:
+            if stage.grad_dtype is not None:
+                set_grad_dtype(stage.module, stage.grad_dtype)
+            for i, given in self._given.items():
                 _put(buffers, given["buffers"])
                 generators.restore(given["random"])
-                _run(stage, i, given)
-    finally:
-        stage.end()
-        generators.restore(states)
-        for places in (parameters, buffers):
-            _put(places, [tensor for *_, tensor in places])
-    return recorder.results
+                if stage.held is not None:
+                    stage.held.tensors[i] = {tuple(key): tensor for key, tensor in given["held"]}
+                stage.forward(i, tuple(given["inputs"]), splits=given["splits"])
+
+    def backward(self, microbatches: Sequence[int]) -> None:
+        """Compute the backwards of some."""
+        if not microbatches:
+            return
+        with self._as_recorded() as buffers:
+            for i in microbatches:
+                given = self._given[i]
+                _put(buffers, given["buffers"])
+                grads = tuple(given["grads"][place] for place in sorted(given["grads"]))
+                if given["splits"]:
+                    self.stage.backward_input(i, grads)
+                    self.stage.backward_weight(i)
+                else:
+                    self.stage.backward(i, grads)
+                self._left.remove(i)
+
+    def results(self) -> dict[int, Sums]:
+        """Compute the remaining backwards; the sums of the results, by microbatch."""
+        try:
+            self.backward(list(self._left))
+        finally:
+            self.stage.end()
+        return self._recorder.results
+
+    @contextmanager
+    def _as_recorded(self) -> Iterator[_Places]:
+        """Context in which the stage computes as it was recorded; gives the places of its buffers."""
+        stage, record = self.stage, self.record
+        parameters, buffers = (_places(stage.module, owned) for owned in (parameters_of, torch_private.buffers_of))
+        states = self._generators.states()
+        enabled, dtype = record["autocast"]
+        try:
+            _put(parameters, self._parameters)
+            for inner, is_training in zip(walked(stage.module), record["training"], strict=True):
+                inner.training = is_training
+            stage.context.step, stage.context.last = record["step"], record["draw"].last
+            with self._recorder.attached(), torch.autocast(self._device.type, dtype, enabled):
+                yield buffers
+        finally:
+            self._generators.restore(states)
+            for places in (parameters, buffers):
+                _put(places, [tensor for *_, tensor in places])
 
 
-def _run(stage: Stage, microbatch: int, given: Mapping[str, Any]) -> None:
-    """Forward and backward of a microbatch, as they were recorded."""
-    work: dict[str, Any] = {name: [value] * (microbatch + 1) for name, value in given["work"].items()}
-    stage.begin(StageWork(**work, loss_scale=given["loss_scale"], keep_outputs=False))
-    stage.shaped(0, announce=True)
-    if stage.held is not None:
-        stage.held.tensors[microbatch] = {tuple(key): tensor for key, tensor in given["held"]}
-    grads = tuple(given["grads"][place] for place in sorted(given["grads"]))
-    stage.forward(microbatch, tuple(given["inputs"]), splits=given["splits"])
-    if given["splits"]:
-        stage.backward_input(microbatch, grads)
-        stage.backward_weight(microbatch)
-    else:
-        stage.backward(microbatch, grads)
+def _work_of(given: Mapping[int, Mapping[str, Any]]) -> StageWork:
+    """The work of a step that has only some of its microbatches."""
+    first = next(iter(given.values()))
+    work: dict[str, Any] = {}
+    for name in first["work"]:
+        work[name] = [given[i]["work"][name] if i in given else None for i in range(max(given) + 1)]
+    return StageWork(**work, loss_scale=first["loss_scale"], keep_outputs=False)

@@ -311,7 +311,6 @@ def clip_grad_norm(
     steps: Steps,
     gathering: GradNorms,
     named: Sequence[NamedTensor[nn.Parameter]],
-    device: torch.device,
     max_norm: Any,
     norm_type: Any,
     error_if_nonfinite: bool,
@@ -327,7 +326,7 @@ def clip_grad_norm(
     values, replies = gathering.gather(steps.all_gather, "clip_grad_norm_", local, arguments, steps.ranks.timeout)
     check_elsewhere(gathering, values, replies)
     limit, order, is_error = same_arguments(replies)
-    norms, total = gathering.norms, gathering.total(values, order, device)
+    norms, total = gathering.norms, gathering.total(values, order, steps.device)
     # a scaler tries large scales and skips steps that overflow
     report_nonfinite(total, norms, values, local, is_error=is_error, expected=steps.loss_scale is not None)
     # of DTensors the local parts: torch scales no mixture of both, and 2.11 leaves parts of a sum as they are

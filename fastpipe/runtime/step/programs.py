@@ -136,6 +136,13 @@ class Programs:
             f"ahead: {why_too_few() or refused}; or choose another schedule"
         ) from refused
 
+    def successor(self, schedule: Schedule) -> Programs:
+        """The programs of another schedule, for the same transport and replicas; the first one is proved."""
+        made = Programs(schedule, self._num_ranks, {}, None, self.lanes, self.recv_lookahead, self.queues)
+        made.parallel = self.parallel
+        made.program(schedule.num_microbatches, forward_only=False)
+        return made
+
     def _lookaheads(self) -> list[int | str]:
         """The lookaheads to try in order: the requested one, then smaller ones if they may help."""
         if self.queues is None or self.lanes == COALESCED:

@@ -423,7 +423,7 @@ def unpack_spans(packed: Mapping[str, list[Any]]) -> Spans:
     return {rank: (start, end) for rank, (start, end) in found.items()}
 
 
-def gather_outputs(steps: Steps, member: Membership, device: torch.device, own: dict[int, Any]) -> dict[int, Any]:
+def gather_outputs(steps: Steps, member: Membership, own: dict[int, Any]) -> dict[int, Any]:
     """The last stage's outputs by microbatch, from all processes to every one of them. Collective, after a step.
 
     Args:
@@ -448,7 +448,7 @@ def gather_outputs(steps: Steps, member: Membership, device: torch.device, own: 
     arrived: dict[int, Tensors] = {}
 
     def receive(replies: Sequence[Reply]) -> None:
-        arrived.update(_received(replies, packed, member, device))
+        arrived.update(_received(replies, packed, member, steps.device))
 
     steps.all_gather("gather_outputs", headers, receive)
     outputs = dict(own)

@@ -195,7 +195,7 @@ class Steps:
         # the watcher's thread holds this, and must not hold the stages
         self._unblock = partial(_unblock, ranks.mesh_groups, ranks.device_events, ranks.transport)
         control.on_loss(self._unblock)
-        self._has_noted_split = self._has_noted_unreached = False
+        self._open_warnings = [warn_of_whole_weights, warn_of_unreached_inputs]  # each until it has judged a step
         self.watchdog = Watchdog(control, ranks, warn_after)
         self._calls = Calls(ranks.interrupt)
 
@@ -520,12 +520,7 @@ class Steps:
         if len(self.announced) == _MAX_SIGNATURES:
             del self.announced[next(iter(self.announced))]
         self.announced[signature] = number
-        if not self._has_noted_split and any(stage.deferred is not None for stage in self.stages):
-            self._has_noted_split = True
-            warn_of_whole_weights(self.stages)
-        if not self._has_noted_unreached and any(stage.reaches_inputs is not None for stage in self.stages):
-            self._has_noted_unreached = True
-            warn_of_unreached_inputs(self.stages)
+        self._open_warnings = [warn for warn in self._open_warnings if not warn(self.stages)]
 
     def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply], weights: Weights) -> StepResult:
         outputs = self._outputs.gathered(self.control, self.device, replies)
