@@ -189,8 +189,6 @@ class RecordedRanks(LocalRanks):
         self._stream = make_stream(self.device)
         self._held: list[Stage] = [stage for held in self.stages.values() for stage in held.values()]
         self._counts: dict[_Key, int] = {}
-        self._recorded: dict[_Key, RecordedStep] = {}
-        self._outliving = (self._recorded,)
         self._replays = 0
         self._reason = ""  # why the last unrecorded step could not be recorded
         self._is_disabled = False

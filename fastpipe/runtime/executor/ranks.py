@@ -230,7 +230,7 @@ class LocalRanks:
         replicated = [stage.parallel for held in self.stages.values() for stage in held.values() if stage.parallel]
         # over which stages run collectives: of the mesh, and of their replicas
         self._groups = dict.fromkeys([*self.mesh_groups.groups, *(g for p in replicated for g in p.groups)])
-        self._outliving: Sequence[dict[Any, Any]] = ()  # what must be dropped before the transport ends
+        self._recorded: dict[Any, Any] = {}  # steps as CUDA graphs, which must be dropped before the transport ends
         self.first = min(self.stages)
         # shared by all programs, as the allocator reuses freed memory only on the same stream
         self._streams = {
@@ -389,8 +389,8 @@ class LocalRanks:
         It does not hold the stages: a layer may hold the pipeline, for example by an exception that it raised and kept.
         If Python collects such a cycle, the executors go with it; otherwise the function drops them.
         """
-        held = self._outliving
-        return partial(_close, weakref.ref(self), self.device_events, self._pool, self.transport, self.first, held)
+        own = weakref.ref(self), self.device_events, self._pool, self.transport, self.first, self._recorded
+        return partial(_close, *own)
 
     def _run_all(self, pool: ThreadPoolExecutor, *how: Any) -> None:
         state = thread_state(self.device)
@@ -484,14 +484,13 @@ def _close(
     pool: ThreadPoolExecutor | None,
     transport: Transport,
     first: int,
-    held: Sequence[dict[Any, Any]],
+    recorded_steps: dict[Any, Any],
 ) -> None:
     # first of all, as ending the transport unblocks waiting streams
     cause = "the pipeline was closed before its device was done; read the loss before that"
     done = events.close(Failure(first, cause), _CLOSING_SECONDS)
     events.drop_checks()
-    for one in held:
-        one.clear()
+    recorded_steps.clear()
     here = ranks()
     if here is not None:
         here.forget()
