@@ -367,7 +367,7 @@ class RecordedRanks(LocalRanks):
 
     def _begin(self, works: Sequence[StageWork]) -> None:
         for stage, work in zip(self._held, works, strict=True):
-            stage.begin(work)
+            stage.begin(work, stage.random)
 
     def _publish(self, failure: Failure, error: BaseException) -> None:
         """See `LocalRanks._publish`; not published while recording, as the step runs again."""

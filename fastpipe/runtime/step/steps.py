@@ -440,19 +440,16 @@ class Steps:
     def _begin(self, inputs: Inputs, weights: Weights, request: Request, number: int, announce: bool) -> None:
         stages = self.stages
         works = stage_works(inputs, stages, request, weights, self.batch.keeps_outputs, self.scale_now())
+        guards = self.random.begin(request.training, self._flags, self._has_pairs(request))
         for stage, work in zip(stages, works, strict=True):
-            stage.begin(work)
+            stage.begin(work, self.random if guards else None)
             stage.context.step = self.random.step_count
-        for stage in stages:
             stage.shaped(number, announce)
         self.copies.follow()
         if request.training:
             self.copies.before_step()
             self.rest.begin(self.control.step)
             self._has_separate_grads = True
-        guards = self.random.begin(request.training, self._flags, self._has_pairs(request))
-        for stage in stages:
-            stage.random = self.random if guards else None
 
     def scale_now(self) -> torch.Tensor | None:
         """The factor of the roots of this step's backward."""
