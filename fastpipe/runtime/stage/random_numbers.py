@@ -19,8 +19,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +32,7 @@ _MAX_KINDS = 16
 _WORD = 2**64 - 1
 
 
-@dataclass(frozen=True)
-class RngUsage:
+class RngUsage(NamedTuple):
     """Use of random numbers by the stages of this process in one kind of step.
 
     Attributes:

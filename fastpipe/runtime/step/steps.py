@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from functools import lru_cache, partial, reduce
 from typing import Any, NoReturn, TypeVar
 
@@ -119,7 +119,7 @@ def update_replicas(control: Control, ranks: LocalRanks, stages: Sequence[Stage]
                         set_grad_dtype(stage.module, stage.grad_dtype)
             except Exception as found:  # raised below, after the exchange
                 failure, error = Failure(control.rank, cause_text(found)), found
-        _, refused = exchange_or_refuse(partial(control.exchange, "replicas"), {}, failure)
+        _, refused = exchange_or_refuse(control, "replicas", {}, failure)
         if lost is not None:
             raise FailureError(lost) from error
         if error is not None:
@@ -284,7 +284,7 @@ class Steps:
         message |= {"rows": inputs.counted, "whole": inputs.whole, "signature": self._signature(request, inputs)}
         message |= {"divisors": inputs.divisors, "unknown": inputs.unknown, "kwargs": inputs.given()}
         if self.ranks.pairs == IN_TURNS:
-            message["random"] = astuple(self.random.usage(request.training, self._flags))
+            message["random"] = self.random.usage(request.training, self._flags)
         if self.control.pipeline:
             message["modes"] = self._modes()
         if not self.control.is_alone:
@@ -337,8 +337,7 @@ class Steps:
         try:
             failure = None if error is None else Failure(self.control.rank, cause_text(error))
             with self._published():
-                exchange = partial(self.control.exchange, "start")
-                replies, refused = exchange_or_refuse(exchange, {"call": call} | own, failure)
+                replies, refused = exchange_or_refuse(self.control, "start", {"call": call} | own, failure)
             # first: an error may be the consequence, as of a collective within the mesh whose peer made another call
             check_calls(replies)
             if error is not None:
@@ -673,8 +672,8 @@ class Steps:
                 for number in itertools.count():
                     ended = self._has_ended(running, seconds, lost, errors)
                     failure = Failure(self.control.rank, cause_text(errors[0])) if errors else None
-                    exchange = partial(self.control.exchange, f"end {number}")
-                    replies, refused = exchange_or_refuse(exchange, {"call": call, "ended": ended}, failure)
+                    message = {"call": call, "ended": ended}
+                    replies, refused = exchange_or_refuse(self.control, f"end {number}", message, failure)
                     if all(reply["ended"] for reply in replies.everywhere):
                         break
                     if refused is not None and has_failed:  # in the last round, too: others may wait for that rank
