@@ -576,7 +576,7 @@ class Pipeline:
             ValueError: for a plan that does not fit this pipeline, or moves layers between processes, with the remedy.
                 The pipeline is unchanged.
         """
-        schedule, counts, recompute = agree_on_plan(self._steps, plan, self.rank)
+        schedule, counts, recompute = agree_on_plan(self._steps, plan)
         present = self._local.layer_counts
         moves = schedule.placement.routes != self.schedule.placement.routes
         rebuilds = moves or counts not in (None, present) or recompute is not None
