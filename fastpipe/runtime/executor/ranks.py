@@ -207,6 +207,7 @@ class LocalRanks:
         mesh_groups: groups of the stages' own collectives.
 
     Attributes:
+        all_stages: the stages of all local ranks.
         first: the lowest local rank, which represents the process.
         device_events: events of the work that these ranks enqueue on the device.
         failed_at: as `places`, when the failure of the last step became known here; empty if it did not fail.
@@ -227,9 +228,10 @@ class LocalRanks:
 
     def __post_init__(self) -> None:
         self.device_events = DeviceEvents()
-        replicated = [stage.parallel for held in self.stages.values() for stage in held.values() if stage.parallel]
+        self.all_stages = [stage for held in self.stages.values() for stage in held.values()]
+        of_replicas = (group for stage in self.all_stages if stage.parallel for group in stage.parallel.groups)
         # over which stages run collectives: of the mesh, and of their replicas
-        self._groups = dict.fromkeys([*self.mesh_groups.groups, *(g for p in replicated for g in p.groups)])
+        self._groups = dict.fromkeys([*self.mesh_groups.groups, *of_replicas])
         self._recorded: dict[Any, Any] = {}  # steps as CUDA graphs, which must be dropped before the transport ends
         self.first = min(self.stages)
         # shared by all programs, as the allocator reuses freed memory only on the same stream

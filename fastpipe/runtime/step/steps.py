@@ -182,7 +182,7 @@ class Steps:
         self.unfilled = unfilled
         self.rest = rest
         self.audit = audit
-        self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
+        self.stages = ranks.all_stages
         self.announced: dict[tuple[Any, ...], int] = {}
         self._lossless: set[tuple[Any, ...]] = set()
         """Signatures of training steps without a loss, which run forward only."""
