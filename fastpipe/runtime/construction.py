@@ -578,8 +578,6 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
         execution.chosen_transport,
         exchange=world.control.exchange,
         member=replace(world.member, lost=world.control.lost),
-        device=world.device,
-        timeout=world.timeout,
         num_sharing=world.ranks_per_host.count() if world.cores.own is None else 1,
         by_python=executor is not NativeExecutor,
     )
