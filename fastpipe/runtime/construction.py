@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -134,7 +133,6 @@ class World:
     """
 
     device: torch.device
-    timeout: float
     member: Membership
     ranks_per_host: RanksPerHost
     control: Control
@@ -203,7 +201,7 @@ def _find_world(arguments: Arguments) -> World:
     # without data_parallel= the replicas are unknown before the stages are built
     processes = () if model.data_parallel is None else valid(lambda: _processes_of(model.data_parallel), ())
     replicas = SharedCall(member, processes, 1, maps_ranks=not control.pipeline)
-    return World(device, timeout, member, here, control, cores, replicas, errors)
+    return World(device, member, here, control, cores, replicas, errors)
 
 
 def _processes_of(data_parallel: Any) -> Sequence[int]:
@@ -410,7 +408,7 @@ def _replicated(
                 return wrap()
 
         try:
-            return attended(wrapped, world.lost, timedelta(seconds=world.timeout))
+            return attended(wrapped, world.lost, world.member.limit)
         except FailureError as error:
             # the thread may still be in a collective, and would take part in that of another constructor
             DataParallel.broken[replicas] = error.failure.cause
@@ -532,7 +530,7 @@ def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], worl
         compared.add(groups)
         compare = partial(same_text, f"{stage.index} {sorted(arguments.items())}", groups, parallel.device)
         with lost_named(f"of the replicas of stage {stage.index}, ", partial(others_in, groups)):
-            same = attended(compare, world.lost, timedelta(seconds=world.timeout))
+            same = attended(compare, world.lost, world.member.limit)
         if not same:
             here = ", ".join(
                 f"{name} = {arguments[name]}"
@@ -661,7 +659,7 @@ def _make_ranks(
         stages=local.by_rank,
         executor=executor,
         transport=transport,
-        timeout=world.timeout,
+        timeout=world.member.timeout,
         publish=world.control.publish,
         pairs=pairs,
         why_pairs=why_pairs,

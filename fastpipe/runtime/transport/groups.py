@@ -74,7 +74,7 @@ class Membership:
         group: the process group; None for a single process.
         ranks: global ranks of the members.
         lost: returns the failure of a member, if any; polled while waiting for members to connect.
-        timeout: seconds to wait for a member.
+        timeout: seconds to wait for a member, in construction and in a step.
         attempt: the prefix of all keys; see `name_attempt`.
         name: of the pipeline's keys; one for each construction, as a failed one ends at another point on each member.
     """
@@ -237,12 +237,12 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
     """
     if group is None and not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return Membership(device=device)
+            return Membership(device=device, timeout=timeout)
         _check_descriptors(1)
         _make_group(device, timeout)
     if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(group)):
         if dist.get_world_size() == 1:  # nothing is sent; its store keeps nothing
-            return Membership(device=device)
+            return Membership(device=device, timeout=timeout)
         raise ValueError(
             "group: its backend is 'fake', which sends nothing; make a group of gloo or nccl, or "
             "run all ranks in one process without a group (num_ranks=)"
