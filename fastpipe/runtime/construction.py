@@ -196,7 +196,7 @@ def _find_world(arguments: Arguments) -> World:
     if member.size > 1 or meets:  # also of one rank, whose stages meet those of other pipelines
         pipelines = valid(execution.pipelines, {}) if meets else {}
         member = member.named()
-        control = _control(member, member.store(), timeout, here, pipelines)
+        control = _control(member, here, pipelines)
     cores = valid(lambda: find_cores(member.size, device), Cores())
     # without data_parallel= the replicas are unknown before the stages are built
     processes = () if model.data_parallel is None else valid(lambda: _processes_of(model.data_parallel), ())
@@ -209,10 +209,9 @@ def _processes_of(data_parallel: Any) -> Sequence[int]:
     return processes
 
 
-def _control(
-    member: Membership, store: Any, timeout: float, here: RanksPerHost, pipelines: Mapping[str, tuple[int, ...]]
-) -> Control:
+def _control(member: Membership, here: RanksPerHost, pipelines: Mapping[str, tuple[int, ...]]) -> Control:
     """The control of a pipeline, or of one of several pipelines whose stages meet."""
+    store, timeout = member.store(), member.timeout
     if member.ranks not in pipelines.values():
         return Processes(store, member.rank, member.size, timeout, here, member.identity)
     first = list(pipelines.values()).index(member.ranks) * member.size
