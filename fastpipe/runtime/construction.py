@@ -124,7 +124,7 @@ logger = logging.getLogger("fastpipe")
 
 @dataclass(frozen=True)
 class World:
-    """Where a pipeline is built.
+    """Where a pipeline is built and runs, and by which executor.
 
     Attributes:
         replicas: the construction of all replicas, with ``data_parallel=``.
@@ -137,6 +137,7 @@ class World:
     ranks_per_host: RanksPerHost
     control: Control
     cores: Cores
+    executor: type[Executor]
     replicas: SharedCall
     errors: list[Exception]
 
@@ -198,10 +199,11 @@ def _find_world(arguments: Arguments) -> World:
         member = member.named()
         control = _control(member, here, pipelines)
     cores = valid(lambda: find_cores(member.size, device), Cores())
+    executor = valid(lambda: executor_class(execution.executor, device, execution.overlap), Executor)
     # without data_parallel= the replicas are unknown before the stages are built
     processes = () if model.data_parallel is None else valid(lambda: _processes_of(model.data_parallel), ())
     replicas = SharedCall(member, processes, 1, maps_ranks=not control.pipeline)
-    return World(device, member, here, control, cores, replicas, errors)
+    return World(device, member, here, control, cores, executor, replicas, errors)
 
 
 def _processes_of(data_parallel: Any) -> Sequence[int]:
@@ -455,18 +457,16 @@ def _make_stage(
     return stage
 
 
-def agree_on_stages(
-    arguments: Arguments, request: BuildRequest, world: World
-) -> tuple[Arguments, LocalStages, type[Executor]]:
+def agree_on_stages(arguments: Arguments, request: BuildRequest, world: World) -> tuple[Arguments, LocalStages]:
     """Build the local stages and check them against those of the other ranks. All ranks succeed, or all raise.
 
     Returns:
-        The arguments as `build_stages` takes them, the local stages, and the executor class.
+        The arguments as `build_stages` takes them, and the local stages.
     """
     execution = arguments.execution
     schedule = request.schedule
 
-    def make() -> tuple[tuple[Arguments, LocalStages, type[Executor]], Reply]:
+    def make() -> tuple[tuple[Arguments, LocalStages], Reply]:
         partition = cut_by(arguments.model.partition, request.costs, schedule.num_stages)
         audits = _audits(arguments, schedule, world)
         stages, tied = from_torch(arguments.model.stages, schedule.num_stages, arguments.model.tied)
@@ -476,7 +476,6 @@ def agree_on_stages(
         check_audited(execution.audit, local.stages)
         execution.check_replicas(local.stages)
         _check_groups(local.stages)
-        executor = executor_class(execution.executor, world.device, execution.overlap)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
         values = request.signature(arguments, world.member.size)
         values |= {"audit": f"{execution.audit} on {computes_on(world.device)}"} if audits else {}
@@ -488,9 +487,9 @@ def agree_on_stages(
         message["prefixes"] = prefixes_message(local.modules)
         message["on_meta"] = local.on_meta
         message["own"] = {f"recompute of stage {stage.index}": stage.recompute for stage in local.stages}
-        return (resolved, local, executor), message
+        return (resolved, local), message
 
-    (resolved, local, executor), replies = agree(world.control, make, part="stages")
+    (resolved, local), replies = agree(world.control, make, part="stages")
     if any(reply["parallel"] for reply in replies.everywhere):
         # with an exchange, so that no rank leaves a comparison in which its replicas are, as another one has raised
         agree(world.control, lambda: _compared(local.stages, replies[0]["arguments"], world), part="replicas")
@@ -498,7 +497,7 @@ def agree_on_stages(
     request.programs.parallel = any(reply["parallel"] for reply in replies)
     _set_later([*local.stages, *local.audited.values()], [reply["names"] for reply in replies])
     ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))
-    return resolved, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies)), executor
+    return resolved, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies))
 
 
 def _check_groups(stages: Sequence[Stage]) -> None:
@@ -564,7 +563,7 @@ def _audits(arguments: Arguments, schedule: Schedule, world: World) -> bool:
     return not reason
 
 
-def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Transport:
+def connect(arguments: Arguments, world: World) -> Transport:
     """Create the transport between the ranks. Collective."""
     execution = arguments.execution
     if isinstance(execution.transport, Transport):
@@ -576,28 +575,23 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
         exchange=world.control.exchange,
         member=replace(world.member, lost=world.control.lost),
         num_sharing=world.ranks_per_host.count() if world.cores.own is None else 1,
-        by_python=executor is not NativeExecutor,
+        by_python=world.executor is not NativeExecutor,
     )
 
 
 def make_steps(
-    arguments: Arguments,
-    request: BuildRequest,
-    local: LocalStages,
-    world: World,
-    transport: Transport,
-    executor: type[Executor],
+    arguments: Arguments, request: BuildRequest, local: LocalStages, world: World, transport: Transport
 ) -> Steps:
     """What runs the steps of stages and programs over a transport. Collective."""
     execution = arguments.execution
     copies = _make_copies(request.schedule.placement, local, world, transport)
-    ranks = _make_ranks(execution, local, world, transport, executor, copies)
+    ranks = _make_ranks(execution, local, world, transport, copies)
     random = RandomNumbers(
         world.device,
         seed=request.seed,
         threads=len(local.by_rank) > 1,
         pairs=ranks.pairs != IN_ORDER,
-        runtime=native.load() if executor is NativeExecutor else None,
+        runtime=native.load() if world.executor is NativeExecutor else None,
     )
     audit = None
     if local.audited:
@@ -635,19 +629,14 @@ def _make_copies(placement: Placement, local: LocalStages, world: World, transpo
 
 
 def _make_ranks(
-    execution: ExecutionArguments,
-    local: LocalStages,
-    world: World,
-    transport: Transport,
-    executor: type[Executor],
-    copies: StageCopies,
+    execution: ExecutionArguments, local: LocalStages, world: World, transport: Transport, copies: StageCopies
 ) -> LocalRanks:
     """What runs the programs of this process's ranks."""
     device, dimensions = world.device, list(execution.other_dimensions())
     streams = wants_streams(device, execution.overlap, local.by_rank.values())
     cores = len(os.sched_getaffinity(0))
     num_here = world.ranks_per_host.count()
-    by_python = executor is not NativeExecutor
+    by_python = world.executor is not NativeExecutor
     pairs, why_pairs = pair_policy(execution.overlap, num_here, cores, device, streams, dimensions, by_python)
     refusal = why_not(device, local.by_rank, transport, copies)
     if execution.cuda_graph and refusal:
@@ -656,7 +645,7 @@ def _make_ranks(
     mesh_groups = MeshGroups({name: execution.mesh.get_group(name) for name in in_mesh}, device)
     return (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
         stages=local.by_rank,
-        executor=executor,
+        executor=world.executor,
         transport=transport,
         timeout=world.member.timeout,
         publish=world.control.publish,
