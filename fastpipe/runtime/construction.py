@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -125,7 +124,7 @@ logger = logging.getLogger("fastpipe")
 
 @dataclass(frozen=True)
 class World:
-    """Where a pipeline is built.
+    """Where a pipeline is built and runs, and by which executor.
 
     Attributes:
         replicas: the construction of all replicas, with ``data_parallel=``.
@@ -134,11 +133,11 @@ class World:
     """
 
     device: torch.device
-    timeout: float
     member: Membership
     ranks_per_host: RanksPerHost
     control: Control
     cores: Cores
+    executor: type[Executor]
     replicas: SharedCall
     errors: list[Exception]
 
@@ -198,12 +197,13 @@ def _find_world(arguments: Arguments) -> World:
     if member.size > 1 or meets:  # also of one rank, whose stages meet those of other pipelines
         pipelines = valid(execution.pipelines, {}) if meets else {}
         member = member.named()
-        control = _control(member, member.store(), timeout, here, pipelines)
+        control = _control(member, here, pipelines)
     cores = valid(lambda: find_cores(member.size, device), Cores())
+    executor = valid(lambda: executor_class(execution.executor, device, execution.overlap), Executor)
     # without data_parallel= the replicas are unknown before the stages are built
     processes = () if model.data_parallel is None else valid(lambda: _processes_of(model.data_parallel), ())
     replicas = SharedCall(member, processes, 1, maps_ranks=not control.pipeline)
-    return World(device, timeout, member, here, control, cores, replicas, errors)
+    return World(device, member, here, control, cores, executor, replicas, errors)
 
 
 def _processes_of(data_parallel: Any) -> Sequence[int]:
@@ -211,10 +211,9 @@ def _processes_of(data_parallel: Any) -> Sequence[int]:
     return processes
 
 
-def _control(
-    member: Membership, store: Any, timeout: float, here: RanksPerHost, pipelines: Mapping[str, tuple[int, ...]]
-) -> Control:
+def _control(member: Membership, here: RanksPerHost, pipelines: Mapping[str, tuple[int, ...]]) -> Control:
     """The control of a pipeline, or of one of several pipelines whose stages meet."""
+    store, timeout = member.store(), member.timeout
     if member.ranks not in pipelines.values():
         return Processes(store, member.rank, member.size, timeout, here, member.identity)
     first = list(pipelines.values()).index(member.ranks) * member.size
@@ -410,7 +409,7 @@ def _replicated(
                 return wrap()
 
         try:
-            return attended(wrapped, world.lost, timedelta(seconds=world.timeout))
+            return attended(wrapped, world.lost, world.member.limit)
         except FailureError as error:
             # the thread may still be in a collective, and would take part in that of another constructor
             DataParallel.broken[replicas] = error.failure.cause
@@ -458,18 +457,16 @@ def _make_stage(
     return stage
 
 
-def agree_on_stages(
-    arguments: Arguments, request: BuildRequest, world: World
-) -> tuple[Arguments, LocalStages, type[Executor]]:
+def agree_on_stages(arguments: Arguments, request: BuildRequest, world: World) -> tuple[Arguments, LocalStages]:
     """Build the local stages and check them against those of the other ranks. All ranks succeed, or all raise.
 
     Returns:
-        The arguments as `build_stages` takes them, the local stages, and the executor class.
+        The arguments as `build_stages` takes them, and the local stages.
     """
     execution = arguments.execution
     schedule = request.schedule
 
-    def make() -> tuple[tuple[Arguments, LocalStages, type[Executor]], Reply]:
+    def make() -> tuple[tuple[Arguments, LocalStages], Reply]:
         partition = cut_by(arguments.model.partition, request.costs, schedule.num_stages)
         audits = _audits(arguments, schedule, world)
         stages, tied = from_torch(arguments.model.stages, schedule.num_stages, arguments.model.tied)
@@ -479,7 +476,6 @@ def agree_on_stages(
         check_audited(execution.audit, local.stages)
         execution.check_replicas(local.stages)
         _check_groups(local.stages)
-        executor = executor_class(execution.executor, world.device, execution.overlap)
         apart = [list(tie.names) for tie in local.ties if between_ranks([tie], schedule.placement)]
         values = request.signature(arguments, world.member.size)
         values |= {"audit": f"{execution.audit} on {computes_on(world.device)}"} if audits else {}
@@ -491,9 +487,9 @@ def agree_on_stages(
         message["prefixes"] = prefixes_message(local.modules)
         message["on_meta"] = local.on_meta
         message["own"] = {f"recompute of stage {stage.index}": stage.recompute for stage in local.stages}
-        return (resolved, local, executor), message
+        return (resolved, local), message
 
-    (resolved, local, executor), replies = agree(world.control, make, part="stages")
+    (resolved, local), replies = agree(world.control, make, part="stages")
     if any(reply["parallel"] for reply in replies.everywhere):
         # with an exchange, so that no rank leaves a comparison in which its replicas are, as another one has raised
         agree(world.control, lambda: _compared(local.stages, replies[0]["arguments"], world), part="replicas")
@@ -501,7 +497,7 @@ def agree_on_stages(
     request.programs.parallel = any(reply["parallel"] for reply in replies)
     _set_later([*local.stages, *local.audited.values()], [reply["names"] for reply in replies])
     ties = named_as_held(local.ties, prefixes_of(reply["prefixes"] for reply in replies))
-    return resolved, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies)), executor
+    return resolved, replace(local, ties=ties, on_meta=any(reply["on_meta"] for reply in replies))
 
 
 def _check_groups(stages: Sequence[Stage]) -> None:
@@ -532,7 +528,7 @@ def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], worl
         compared.add(groups)
         compare = partial(same_text, f"{stage.index} {sorted(arguments.items())}", groups, parallel.device)
         with lost_named(f"of the replicas of stage {stage.index}, ", partial(others_in, groups)):
-            same = attended(compare, world.lost, timedelta(seconds=world.timeout))
+            same = attended(compare, world.lost, world.member.limit)
         if not same:
             here = ", ".join(
                 f"{name} = {arguments[name]}"
@@ -567,7 +563,7 @@ def _audits(arguments: Arguments, schedule: Schedule, world: World) -> bool:
     return not reason
 
 
-def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Transport:
+def connect(arguments: Arguments, world: World) -> Transport:
     """Create the transport between the ranks. Collective."""
     execution = arguments.execution
     if isinstance(execution.transport, Transport):
@@ -578,20 +574,13 @@ def connect(arguments: Arguments, world: World, executor: type[Executor]) -> Tra
         execution.chosen_transport,
         exchange=world.control.exchange,
         member=replace(world.member, lost=world.control.lost),
-        device=world.device,
-        timeout=world.timeout,
         num_sharing=world.ranks_per_host.count() if world.cores.own is None else 1,
-        by_python=executor is not NativeExecutor,
+        by_python=world.executor is not NativeExecutor,
     )
 
 
 def make_steps(
-    arguments: Arguments,
-    request: BuildRequest,
-    local: LocalStages,
-    world: World,
-    transport: Transport,
-    executor: type[Executor],
+    arguments: Arguments, request: BuildRequest, local: LocalStages, world: World, transport: Transport
 ) -> Steps:
     """What runs the steps of stages and programs over a transport. Collective."""
     execution = arguments.execution
@@ -601,13 +590,13 @@ def make_steps(
         assert execution.audit is not None
         audit = Audit(execution.audit, local.audited, transport.exchange, world.control, world.device)
     while_waiting = None if audit is None else audit.while_waiting
-    ranks = _make_ranks(execution, local, world, transport, executor, copies, while_waiting)
+    ranks = _make_ranks(execution, local, world, transport, copies, while_waiting)
     random = RandomNumbers(
         world.device,
         seed=request.seed,
         threads=len(local.by_rank) > 1,
         pairs=ranks.pairs != IN_ORDER,
-        runtime=native.load() if executor is NativeExecutor else None,
+        runtime=native.load() if world.executor is NativeExecutor else None,
     )
     steps = Steps(
         arguments.batch,
@@ -645,7 +634,6 @@ def _make_ranks(
     local: LocalStages,
     world: World,
     transport: Transport,
-    executor: type[Executor],
     copies: StageCopies,
     while_waiting: Callable[[], None] | None,
 ) -> LocalRanks:
@@ -654,7 +642,7 @@ def _make_ranks(
     streams = wants_streams(device, execution.overlap, local.by_rank.values())
     cores = len(os.sched_getaffinity(0))
     num_here = world.ranks_per_host.count()
-    by_python = executor is not NativeExecutor
+    by_python = world.executor is not NativeExecutor
     pairs, why_pairs = pair_policy(execution.overlap, num_here, cores, device, streams, dimensions, by_python)
     refusal = why_not(device, local.by_rank, transport, copies)
     if execution.cuda_graph and refusal:
@@ -663,9 +651,9 @@ def _make_ranks(
     mesh_groups = MeshGroups({name: execution.mesh.get_group(name) for name in in_mesh}, device)
     return (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
         stages=local.by_rank,
-        executor=executor,
+        executor=world.executor,
         transport=transport,
-        timeout=world.timeout,
+        timeout=world.member.timeout,
         publish=world.control.publish,
         pairs=pairs,
         why_pairs=why_pairs,

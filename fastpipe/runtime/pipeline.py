@@ -206,13 +206,12 @@ class Pipeline:
         world = find_world(arguments)
         with world.replicas.published(), building(world.control) as undo:
             request = agree_on_request(arguments, world)
-            arguments, local, executor_type = agree_on_stages(arguments, request, world)
-            self.transport = connect(arguments, world, executor_type)
+            arguments, local = agree_on_stages(arguments, request, world)
+            self.transport = connect(arguments, world)
             undo.append(self.transport.abort)
             self.device, self.loss_fn, self.grad_dtype = world.device, loss_fn, grad_dtype
             self.num_ranks = request.schedule.num_ranks
-            self._site, self._executor_type = world, executor_type
-            self._reduces, self._grad_norms = True, GradNorms()
+            self._site, self._reduces, self._grad_norms = world, True, GradNorms()
             self._start(arguments, request, local)
         self._log()
 
@@ -230,7 +229,7 @@ class Pipeline:
 
     def _start(self, arguments: Arguments, request: BuildRequest, local: LocalStages) -> None:
         """Use these stages and programs from the next step on."""
-        steps = make_steps(arguments, request, local, self._site, self.transport, self._executor_type)
+        steps = make_steps(arguments, request, local, self._site, self.transport)
         if not self._site.is_single_process:
             # it is cut once, so that the caller may free the layers of other processes
             arguments = replace(arguments, model=replace(arguments.model, stages=local.modules))
@@ -576,7 +575,7 @@ class Pipeline:
             ValueError: for a plan that does not fit this pipeline, or moves layers between processes, with the remedy.
                 The pipeline is unchanged.
         """
-        schedule, counts, recompute = agree_on_plan(self._steps, plan, self.rank)
+        schedule, counts, recompute = agree_on_plan(self._steps, plan)
         present = self._local.layer_counts
         moves = schedule.placement.routes != self.schedule.placement.routes
         rebuilds = moves or counts not in (None, present) or recompute is not None

@@ -362,7 +362,7 @@ Counts = list[int] | None
 """The number of layers of every stage."""
 
 
-def agree_on_plan(steps: Steps, plan: Plan | Schedule | None, rank: int) -> tuple[Schedule, Counts, Policy | None]:
+def agree_on_plan(steps: Steps, plan: Plan | Schedule | None) -> tuple[Schedule, Counts, Policy | None]:
     """Distribute the plan of rank 0.
 
     Args:
@@ -375,7 +375,7 @@ def agree_on_plan(steps: Steps, plan: Plan | Schedule | None, rank: int) -> tupl
         ValueError: if rank 0 has none, or another rank has a different one.
     """
     found: list[tuple[Schedule, Counts, Policy | None]] = []
-    steps.all_gather("replan", lambda: _offer(steps, plan, rank), lambda replies: found.append(_agreed(plan, replies)))
+    steps.all_gather("replan", lambda: _offer(steps, plan), lambda replies: found.append(_agreed(plan, replies)))
     return found[0]
 
 
@@ -397,11 +397,12 @@ def _agreed(plan: Plan | Schedule | None, replies: Replies) -> tuple[Schedule, C
     return schedule, text["counts"], lambda stage, module: FULL if recomputes[stage] else NONE
 
 
-def _offer(steps: Steps, plan: Plan | Schedule | None, rank: int) -> Reply:
+def _offer(steps: Steps, plan: Plan | Schedule | None) -> Reply:
     """The plan of rank 0, and on all ranks its digest and what their stages recompute."""
+    is_first = steps.control.rank == 0
     ways = [[stage.index, stage.recompute] for stage in steps.stages]
     if plan is None:
-        if rank == 0:
+        if is_first:
             raise ValueError("plan = None on rank 0: pass the result of fastpipe.plan; only other ranks may omit it")
         return {"digest": None, "ways": ways}
     if not isinstance(plan, Plan | Schedule):
@@ -411,7 +412,7 @@ def _offer(steps: Steps, plan: Plan | Schedule | None, rank: int) -> Reply:
     counts = None if partition is None else [len(part) for part in partition]
     text = {"csv": schedule.to_csv(), "counts": counts, "name": schedule.name, "recomputes": recomputes}
     digest = hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()
-    return {"digest": digest, "ways": ways} | ({"text": text} if rank == 0 else {})
+    return {"digest": digest, "ways": ways} | ({"text": text} if is_first else {})
 
 
 def _schedule_of(plan: Plan | Schedule) -> Schedule:

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -361,8 +360,8 @@ def test_ranks_that_connect_late_need_no_keys(monkeypatch: pytest.MonkeyPatch) -
     store, size = dist.HashStore(), 6
 
     def send(rank: int) -> Any:
-        member = groups.Membership(rank, ranks=tuple(range(size)))
-        gloo = groups._gloo(member, store, timedelta(seconds=PATIENCE))
+        member = groups.Membership(rank, ranks=tuple(range(size)), timeout=PATIENCE)
+        gloo = groups._gloo(member, store)
         tensor = torch.full((1,), float(rank))
         if rank in (0, 3):
             (gloo.recv([tensor], 0, 0) if rank else gloo.send([tensor], 3, 0)).wait()

@@ -84,10 +84,10 @@ def test_what_is_chosen(hosts: str, without: int, expected: str, group_of: Group
 
 
 def test_auto_never_chooses_copy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(between, "ProcessGroups", lambda member, timeout: "process groups")
-    member: Any = SimpleNamespace(rank=0, size=2)
+    monkeypatch.setattr(between, "ProcessGroups", lambda member: "process groups")
+    member: Any = SimpleNamespace(rank=0, size=2, device=torch.device("cuda"))
     offers: Any = pytest.fail  # nothing is offered to the others, either
-    assert between.select_transport("auto", offers, member, torch.device("cuda"), 60, 2) == "process groups"
+    assert between.select_transport("auto", offers, member, 2) == "process groups"
 
 
 def test_shared_memory_alone_is_refused(group_of: GroupOf) -> None:

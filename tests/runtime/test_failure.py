@@ -12,7 +12,7 @@ from torch import nn
 
 from fastpipe import Pipeline, StepError
 from fastpipe.runtime.common.failure import Failure, FailureError, failure_of, lost_peer
-from fastpipe.runtime.coordination.control import Replies, exchange_or_refuse
+from fastpipe.runtime.coordination.control import Control, exchange_or_refuse
 from fastpipe.runtime.executor.ranks import LocalRanks, Outcome, failure_at
 from fastpipe.testing import Loopback
 from tests.conftest import paired
@@ -90,7 +90,7 @@ def test_a_failure_is_one_record_on_every_way() -> None:
     failure = Failure(1, "Boom: now", 3, "3F0", 0, is_fatal=True)
     assert Failure(**json.loads(json.dumps(asdict(failure)))) == failure
     assert failure_of(FailureError(failure), 2) is failure
-    assert exchange_or_refuse(lambda message: Replies([{}, message]), {}, failure)[1] == failure
+    assert exchange_or_refuse(Control(), "start", {}, failure)[1] == failure
     error = failure.error()
     place = (error.rank, error.stage, error.action, error.microbatch, error.cause)
     assert place == (1, 3, "3F0", 0, "Boom: now")

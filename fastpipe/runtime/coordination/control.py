@@ -11,7 +11,6 @@ While a pipeline is built, all processes build the same one, or all raise.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -145,11 +144,12 @@ class Control:
 
 
 def exchange_or_refuse(
-    exchange: Callable[[Reply], Replies], message: Reply, failure: Failure | None
+    control: Control, phase: str | None, message: Reply, failure: Failure | None
 ) -> tuple[Replies, Failure | None]:
     """Exchange messages before an action of all processes or none.
 
     Args:
+        phase: see `Control.exchange`; None for `Control.setup`.
         failure: what keeps this process from the action, if anything.
 
     Returns:
@@ -158,7 +158,8 @@ def exchange_or_refuse(
     Raises:
         FailureError: if a process is dead or silent, or the store is gone.
     """
-    replies = exchange(message if failure is None else message | {"failure": asdict(failure)})
+    message = message if failure is None else message | {"failure": asdict(failure)}
+    replies = control.setup(message) if phase is None else control.exchange(phase, message)
     failures = (Failure(**reply["failure"]) for reply in replies.everywhere if "failure" in reply)
     return replies, next(failures, None)
 
@@ -195,11 +196,10 @@ def agree(
         made, own = make()
     except Exception as found:  # raised below, after the exchange
         error = found
-    exchange = control.setup if part is None else functools.partial(control.exchange, part)
     try:
         failure = None if error is None else Failure(control.rank, cause_text(error))
         try:
-            replies, refused = exchange_or_refuse(exchange, own, failure)
+            replies, refused = exchange_or_refuse(control, part, own, failure)
         except FailureError as lost:
             if error is None:
                 raise
@@ -230,7 +230,7 @@ def prepare_together(control: Control, prepare: Callable[[], None]) -> None:
         error = found
     try:
         failure = None if error is None else Failure(control.rank, cause_text(error), is_fatal=True)
-        replies, refused = exchange_or_refuse(functools.partial(control.exchange, "program"), {}, failure)
+        replies, refused = exchange_or_refuse(control, "program", {}, failure)
         if error is not None and len(replies) == 1:
             raise error
         if refused is not None:

@@ -253,7 +253,7 @@ class Lifeline:
         self._connections[number] = connection
 
     def keep(self, numbers: Sequence[int]) -> None:
-        """Keep the connections of these processes only, whose other ends are connected too; start the beat."""
+        """Keep the connections of these processes only, whose other ends are connected too."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None

@@ -187,10 +187,7 @@ class RecordedRanks(LocalRanks):
         super().__post_init__()
         make_stream, self._recorder = RECORDERS[self.device.type]
         self._stream = make_stream(self.device)
-        self._held: list[Stage] = [stage for held in self.stages.values() for stage in held.values()]
         self._counts: dict[_Key, int] = {}
-        self._recorded: dict[_Key, RecordedStep] = {}
-        self._outliving = (self._recorded,)
         self._replays = 0
         self._reason = ""  # why the last unrecorded step could not be recorded
         self._is_disabled = False
@@ -229,7 +226,7 @@ class RecordedRanks(LocalRanks):
             self._drop(signature)
         if announce or trace or self._is_disabled:
             return super().run(program, signature, announce, trace)
-        works = [stage.work for stage in self._held]
+        works = [stage.work for stage in self.all_stages]
         try:
             given = self._inputs_of(works)
             where = self._places()
@@ -285,7 +282,7 @@ class RecordedRanks(LocalRanks):
         Raises:
             NotRecordable: when the step cannot be recorded.
         """
-        for stage in self._held:
+        for stage in self.all_stages:
             random = stage.random
             if random is not None and (random.guards_forward or random.guard.exclusive):
                 raise NotRecordable("the host sets random states for its actions")
@@ -304,7 +301,7 @@ class RecordedRanks(LocalRanks):
             NotRecordable: for a type whose address may change.
         """
         found = []
-        for stage in self._held:
+        for stage in self.all_stages:
             for tensor in (*stage.module.parameters(), *stage.module.buffers()):
                 if type(tensor) not in _PLAIN:
                     raise NotRecordable(f"stage {stage.index} has a {type(tensor).__name__}, whose address may change")
@@ -350,7 +347,7 @@ class RecordedRanks(LocalRanks):
         Yields:
             A list that receives the new gradients at the end.
         """
-        found = (p for stage in self._held for p in stage.module.parameters() if p.requires_grad)
+        found = (p for stage in self.all_stages for p in stage.module.parameters() if p.requires_grad)
         parameters = list(dict.fromkeys(found))
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -368,8 +365,8 @@ class RecordedRanks(LocalRanks):
                 parameter.grad = grad
 
     def _begin(self, works: Sequence[StageWork]) -> None:
-        for stage, work in zip(self._held, works, strict=True):
-            stage.begin(work)
+        for stage, work in zip(self.all_stages, works, strict=True):
+            stage.begin(work, stage.random)
 
     def _publish(self, failure: Failure, error: BaseException) -> None:
         """See `LocalRanks._publish`; not published while recording, as the step runs again."""

@@ -208,6 +208,7 @@ class LocalRanks:
         while_waiting: see `Executor`.
 
     Attributes:
+        all_stages: the stages of all local ranks.
         first: the lowest local rank, which represents the process.
         device_events: events of the work that these ranks enqueue on the device.
         failed_at: as `places`, when the failure of the last step became known here; empty if it did not fail.
@@ -229,10 +230,11 @@ class LocalRanks:
 
     def __post_init__(self) -> None:
         self.device_events = DeviceEvents()
-        replicated = [stage.parallel for held in self.stages.values() for stage in held.values() if stage.parallel]
+        self.all_stages = [stage for held in self.stages.values() for stage in held.values()]
+        of_replicas = (group for stage in self.all_stages if stage.parallel for group in stage.parallel.groups)
         # over which stages run collectives: of the mesh, and of their replicas
-        self._groups = dict.fromkeys([*self.mesh_groups.groups, *(g for p in replicated for g in p.groups)])
-        self._outliving: Sequence[dict[Any, Any]] = ()  # what must be dropped before the transport ends
+        self._groups = dict.fromkeys([*self.mesh_groups.groups, *of_replicas])
+        self._recorded: dict[Any, Any] = {}  # steps as CUDA graphs, which must be dropped before the transport ends
         self.first = min(self.stages)
         # shared by all programs, as the allocator reuses freed memory only on the same stream
         self._streams = {
@@ -392,8 +394,8 @@ class LocalRanks:
         It does not hold the stages: a layer may hold the pipeline, for example by an exception that it raised and kept.
         If Python collects such a cycle, the executors go with it; otherwise the function drops them.
         """
-        held = self._outliving
-        return partial(_close, weakref.ref(self), self.device_events, self._pool, self.transport, self.first, held)
+        own = weakref.ref(self), self.device_events, self._pool, self.transport, self.first, self._recorded
+        return partial(_close, *own)
 
     def _run_all(self, pool: ThreadPoolExecutor, *how: Any) -> None:
         state = thread_state(self.device)
@@ -487,14 +489,13 @@ def _close(
     pool: ThreadPoolExecutor | None,
     transport: Transport,
     first: int,
-    held: Sequence[dict[Any, Any]],
+    recorded_steps: dict[Any, Any],
 ) -> None:
     # first of all, as ending the transport unblocks waiting streams
     cause = "the pipeline was closed before its device was done; read the loss before that"
     done = events.close(Failure(first, cause), _CLOSING_SECONDS)
     events.drop_checks()
-    for one in held:
-        one.clear()
+    recorded_steps.clear()
     here = ranks()
     if here is not None:
         here.forget()

@@ -365,11 +365,10 @@ class StageLosses:
         added: collects the losses added in the running forward.
     """
 
-    def __init__(self, stage: int, is_last: bool, loss_fn: LossFunction | None) -> None:
+    def __init__(self, stage: int, loss_fn: LossFunction | None) -> None:
         self.stage = stage
-        self.is_last = is_last
         self.loss_fn = loss_fn
-        self.names = names_of(loss_fn) if is_last else frozenset()
+        self.names = names_of(loss_fn)
         self.carried: dict[str, Any] = {}
         self.work = StageWork()
         self.added = AddedLosses()

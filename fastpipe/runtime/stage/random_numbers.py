@@ -19,8 +19,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +32,7 @@ _MAX_KINDS = 16
 _WORD = 2**64 - 1
 
 
-@dataclass(frozen=True)
-class RngUsage:
+class RngUsage(NamedTuple):
     """Use of random numbers by the stages of this process in one kind of step.
 
     Attributes:
@@ -182,7 +180,7 @@ class RandomNumbers:
         self._assumes_recompute = device.type != "cpu"
         self._kinds: dict[tuple[Any, ...], RngUsage] = {}
         self._kind: tuple[Any, ...] = ()
-        self._kind_in_pairs: tuple[Any, ...] | None = None
+        self._kind_in_pairs: tuple[Any, ...] = ()
         self._is_first_of_kind = False
         self._has_drawn = False
         self._begin: list[torch.Tensor] | None = None
@@ -252,7 +250,7 @@ class RandomNumbers:
 
     def in_pairs(self) -> RngUsage | None:
         """Usage in the last kind of step with pairs, which decides how pairs run; None before the first."""
-        return None if self._kind_in_pairs is None else self._kinds.get(self._kind_in_pairs)
+        return self._kinds.get(self._kind_in_pairs)
 
     def check(self) -> RuntimeError | None:
         """After a step that succeeded on this process: update its kind; returns an error if its bits may be wrong."""

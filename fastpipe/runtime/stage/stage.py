@@ -120,7 +120,7 @@ class Stage:
         self.module = module
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
-        self.losses = StageLosses(index, self.is_last, loss_fn)
+        self.losses = StageLosses(index, loss_fn if self.is_last else None)
         self.parallel = find_data_parallel(module, index)
         self.accepts = accepted_names(unwrapped(module))
         self.needs = needed_names(unwrapped(module))
@@ -155,10 +155,10 @@ class Stage:
         """Work of the running step."""
         return self.losses.work
 
-    def begin(self, work: StageWork) -> None:
-        """Begin a step with this work."""
+    def begin(self, work: StageWork, random: RandomNumbers | None = None) -> None:
+        """Begin a step with this work; ``random`` guards its random numbers."""
         self.end()
-        self.losses.work = work
+        self.losses.work, self.random = work, random
         self.running = None
         self.exchanges = self._has_exchanged
 
@@ -428,14 +428,13 @@ class Stage:
     def backward_input(self, microbatch: int, grads: Tensors) -> Tensors:
         """Run I: the backward without the weight gradients of linears that `backward_weight` computes."""
         weights = self._records[microbatch].weights
+        # linears that are recomputed now are split, too
+        armed = _NOTHING if weights is None else weights.armed(backward=True)
+        with self.context.as_current(Op.I, microbatch), self.context.around_backward(), armed:
+            found = self._differentiate(microbatch, grads)
         if weights is None:
-            with self.context.as_current(Op.I, microbatch), self.context.around_backward():
-                found = self._differentiate(microbatch, grads)
             self._waiting[microbatch] = None, 0
             return found
-        # linears that are recomputed now are split, too
-        with self.context.as_current(Op.I, microbatch), self.context.around_backward(), weights.armed(backward=True):
-            found = self._differentiate(microbatch, grads)
         self.deferred = self.deferred or frozenset(weights.leaves())
         self._waiting[microbatch] = weights, weights.held_bytes()
         self.peak_held_bytes = max(self.peak_held_bytes, sum(held for _, held in self._waiting.values()))

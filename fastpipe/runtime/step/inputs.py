@@ -346,21 +346,18 @@ def stage_works(
         weights: of the microbatches, the same on all ranks.
         loss_scale: multiplies the roots of the backward.
     """
-    works = []
+    works, count = [], request.num_microbatches
     for stage in stages:
-        names = selected(inputs.kwargs, stage.accepts)
+        named = selected(inputs.kwargs, stage.accepts)
         work = StageWork(
-            keep_outputs=keep_outputs,
-            reduces=request.reduces,
+            args=inputs.args if stage.is_first else None,
+            kwargs=[{name: values[i] for name, values in named.items()} for i in range(count)] if named else None,
+            targets=inputs.targets if stage.is_last else None,
+            output_grads=inputs.output_grads if stage.is_last else None,
             divisors=weights.loss,
             loss_scale=loss_scale,
+            keep_outputs=keep_outputs,
+            reduces=request.reduces,
         )
-        if stage.is_first:
-            work.args = inputs.args
-        if names:
-            count = request.num_microbatches
-            work.kwargs = [{name: values[i] for name, values in names.items()} for i in range(count)]
-        if stage.is_last:
-            work.targets, work.output_grads = inputs.targets, inputs.output_grads
         works.append(work)
     return works

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from functools import lru_cache, partial, reduce
 from typing import Any, NoReturn, TypeVar
 
@@ -119,7 +119,7 @@ def update_replicas(control: Control, ranks: LocalRanks, stages: Sequence[Stage]
                         set_grad_dtype(stage.module, stage.grad_dtype)
             except Exception as found:  # raised below, after the exchange
                 failure, error = Failure(control.rank, cause_text(found)), found
-        _, refused = exchange_or_refuse(partial(control.exchange, "replicas"), {}, failure)
+        _, refused = exchange_or_refuse(control, "replicas", {}, failure)
         if lost is not None:
             raise FailureError(lost) from error
         if error is not None:
@@ -182,7 +182,7 @@ class Steps:
         self.unfilled = unfilled
         self.rest = rest
         self.audit = audit
-        self.stages: list[Stage] = [stage for held in ranks.stages.values() for stage in held.values()]
+        self.stages = ranks.all_stages
         self.announced: dict[tuple[Any, ...], int] = {}
         self._lossless: set[tuple[Any, ...]] = set()
         """Signatures of training steps without a loss, which run forward only."""
@@ -284,7 +284,7 @@ class Steps:
         message |= {"rows": inputs.counted, "whole": inputs.whole, "signature": self._signature(request, inputs)}
         message |= {"divisors": inputs.divisors, "unknown": inputs.unknown, "kwargs": inputs.given()}
         if self.ranks.pairs == IN_TURNS:
-            message["random"] = astuple(self.random.usage(request.training, self._flags))
+            message["random"] = self.random.usage(request.training, self._flags)
         if self.control.pipeline:
             message["modes"] = self._modes()
         if not self.control.is_alone:
@@ -337,8 +337,7 @@ class Steps:
         try:
             failure = None if error is None else Failure(self.control.rank, cause_text(error))
             with self._published():
-                exchange = partial(self.control.exchange, "start")
-                replies, refused = exchange_or_refuse(exchange, {"call": call} | own, failure)
+                replies, refused = exchange_or_refuse(self.control, "start", {"call": call} | own, failure)
             # first: an error may be the consequence, as of a collective within the mesh whose peer made another call
             check_calls(replies)
             if error is not None:
@@ -440,19 +439,16 @@ class Steps:
     def _begin(self, inputs: Inputs, weights: Weights, request: Request, number: int, announce: bool) -> None:
         stages = self.stages
         works = stage_works(inputs, stages, request, weights, self.batch.keeps_outputs, self.scale_now())
+        guards = self.random.begin(request.training, self._flags, self._has_pairs(request))
         for stage, work in zip(stages, works, strict=True):
-            stage.begin(work)
+            stage.begin(work, self.random if guards else None)
             stage.context.step = self.random.step_count
-        for stage in stages:
             stage.shaped(number, announce)
         self.copies.follow()
         if request.training:
             self.copies.before_step()
             self.rest.begin(self.control.step)
             self._has_separate_grads = True
-        guards = self.random.begin(request.training, self._flags, self._has_pairs(request))
-        for stage in stages:
-            stage.random = self.random if guards else None
 
     def scale_now(self) -> torch.Tensor | None:
         """The factor of the roots of this step's backward."""
@@ -676,8 +672,8 @@ class Steps:
                 for number in itertools.count():
                     ended = self._has_ended(running, seconds, lost, errors)
                     failure = Failure(self.control.rank, cause_text(errors[0])) if errors else None
-                    exchange = partial(self.control.exchange, f"end {number}")
-                    replies, refused = exchange_or_refuse(exchange, {"call": call, "ended": ended}, failure)
+                    message = {"call": call, "ended": ended}
+                    replies, refused = exchange_or_refuse(self.control, f"end {number}", message, failure)
                     if all(reply["ended"] for reply in replies.everywhere):
                         break
                     if refused is not None and has_failed:  # in the last round, too: others may wait for that rank

@@ -74,6 +74,7 @@ class Membership:
         group: the process group; None for a single process.
         ranks: global ranks of the members.
         lost: returns the failure of a member, if any; polled while waiting for members to connect.
+        timeout: seconds to wait for a member, in construction and in a step.
         attempt: the prefix of all keys; see `name_attempt`.
         name: of the pipeline's keys; one for each construction, as a failed one ends at another point on each member.
     """
@@ -91,6 +92,11 @@ class Membership:
     def size(self) -> int:
         """The number of members."""
         return len(self.ranks)
+
+    @property
+    def limit(self) -> timedelta:
+        """The timeout, as c10d takes it."""
+        return timedelta(seconds=self.timeout)
 
     def store(self) -> Any:
         """The group's store with a prefix for one pipeline; see `named`."""
@@ -231,12 +237,12 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
     """
     if group is None and not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return Membership(device=device)
+            return Membership(device=device, timeout=timeout)
         _check_descriptors(1)
         _make_group(device, timeout)
     if dist.is_initialized() and "fake" in (dist.get_backend(), dist.get_backend(group)):
         if dist.get_world_size() == 1:  # nothing is sent; its store keeps nothing
-            return Membership(device=device)
+            return Membership(device=device, timeout=timeout)
         raise ValueError(
             "group: its backend is 'fake', which sends nothing; make a group of gloo or nccl, or "
             "run all ranks in one process without a group (num_ranks=)"
@@ -576,18 +582,16 @@ class OwnGroups:
 
     Args:
         names: the first one is of no other groups of the pipeline.
-        timeout: limit of waits for a peer.
 
     Attributes:
         groups: the groups in order of the names; empty after the end.
     """
 
-    def __init__(self, member: Membership, names: Sequence[str], timeout: timedelta) -> None:
+    def __init__(self, member: Membership, names: Sequence[str]) -> None:
         self._member = member
         self._store = distributed_c10d.PrefixStore(f"groups/{names[0]}", member.store())
-        self._seconds = min(timeout.total_seconds(), _CLOSING)
-        make = functools.partial(make_group, member, self._store)
-        self.groups = [make(name, timeout) for name in names]
+        self._seconds = min(member.timeout, _CLOSING)
+        self.groups = [make_group(member, self._store, name) for name in names]
         self._lock = threading.Lock()
         self._aborts: list[threading.Thread] | None = None
 
@@ -648,7 +652,7 @@ def wait_for_all(store: Any, rank: int, size: int, seconds: float) -> None:
         thread.join(seconds)
 
 
-def make_group(member: Membership, store: Any, name: str, timeout: timedelta) -> Any:
+def make_group(member: Membership, store: Any, name: str) -> Any:
     """Another group of the same processes.
 
     A Gloo group is not in torch's registry: so it ends with its last reference, and the wait for other processes to
@@ -656,12 +660,12 @@ def make_group(member: Membership, store: Any, name: str, timeout: timedelta) ->
     """
     if member.device.type == "cuda":
         # a separate connection: NCCL's wait for a peer at a first message blocks all other requests on it
-        own = attended(store.clone, member.lost, timeout)
-        return _nccl_group(member, distributed_c10d.PrefixStore(name, own), timeout)
+        own = attended(store.clone, member.lost, member.limit)
+        return _nccl_group(member, distributed_c10d.PrefixStore(name, own))
     if (backend := backend_of(member)) != "gloo":
-        return registered_group(member.group or dist.group.WORLD, backend, timeout)
+        return registered_group(member.group or dist.group.WORLD, backend, member.limit)
     store = distributed_c10d.PrefixStore(name, store)
-    backends = {CPU: (dist.ProcessGroup.BackendType.GLOO, _gloo(member, store, timeout))}
+    backends = {CPU: (dist.ProcessGroup.BackendType.GLOO, _gloo(member, store))}
     group = torch_private.unregistered_group(store, member.rank, member.size, backends)
     keep_in_children(group)
     return group
@@ -677,7 +681,7 @@ def backend_of(member: Membership) -> str:
     return devices.get("cpu", "gloo")
 
 
-def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
+def _gloo(member: Membership, store: Any) -> Any:
     """Connect to all members by Gloo, in a thread that may be abandoned, with a separate connection to the store.
     (To a lost store it takes minutes.)
 
@@ -691,10 +695,10 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
         own = store.clone()
         own.set(f"came/{member.rank}", "")
         try:
-            gloo: Any = dist.ProcessGroupGloo(own, member.rank, member.size, timeout=timeout)
+            gloo: Any = dist.ProcessGroupGloo(own, member.rank, member.size, timeout=member.limit)
         except RuntimeError as error:
             if missing := [rank for rank in range(member.size) if not own.check([f"came/{rank}"])]:
-                cause = f"did not connect within {timeout.total_seconds():g} s; see what it is doing"
+                cause = f"did not connect within {member.timeout:g} s; see what it is doing"
                 raise lost_peer(f"rank {missing[0]} {cause}, or set a longer timeout", missing[0]) from error
             raise
         # Then all have read the keys, which the store would keep. A barrier would connect only some pairs of ranks with
@@ -705,7 +709,7 @@ def _gloo(member: Membership, store: Any, timeout: timedelta) -> Any:
         return gloo
 
     try:
-        return attended(make, member.lost, 2 * timeout)  # Gloo times out first, with a better message
+        return attended(make, member.lost, 2 * member.limit)  # Gloo times out first, with a better message
     except FailureError:
         raise
     except RuntimeError as error:
@@ -724,7 +728,7 @@ def _unless_set(variables: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _nccl_group(member: Membership, store: Any, timeout: timedelta) -> Any:
+def _nccl_group(member: Membership, store: Any) -> Any:
     """A group of NCCL, with Gloo for tensors on the host.
 
     It is not bound to its device: a bound group has one communicator, and so one stream, for all pairs of ranks; this
@@ -732,11 +736,11 @@ def _nccl_group(member: Membership, store: Any, timeout: timedelta) -> Any:
     torch allots streams round-robin per priority. Not yet run on a GPU.
     """
     options = dist.ProcessGroupNCCL.Options()
-    torch_private.set_timeout(options, timeout)
+    torch_private.set_timeout(options, member.limit)
     options.is_high_priority_stream = True
     options.global_ranks_in_group = list(member.ranks)
     with _unless_set(_WATCHDOG):
         nccl = dist.ProcessGroupNCCL(store, member.rank, member.size, options)
-    gloo, kinds = _gloo(member, distributed_c10d.PrefixStore("host", store), timeout), dist.ProcessGroup.BackendType
+    gloo, kinds = _gloo(member, distributed_c10d.PrefixStore("host", store)), dist.ProcessGroup.BackendType
     backends = {member.device: (kinds.NCCL, nccl), CPU: (kinds.GLOO, gloo)}
     return torch_private.unregistered_group(store, member.rank, member.size, backends)

@@ -306,9 +306,8 @@ class ProcessGroups(Transport):
     needs_queues = True
     is_recordable = True
 
-    def __init__(self, member: Membership, timeout: float = 600) -> None:
+    def __init__(self, member: Membership) -> None:
         self.rank = member.rank
-        self.timeout = timedelta(seconds=timeout)
         self.device = member.device
         self.backend = backend_of(member)
         self.lost: Failure | None = None
@@ -316,7 +315,7 @@ class ProcessGroups(Transport):
         self._member = member
         self._connected: set[_Way] = set()
         names = ("activation up", "activation down", "gradient up", "gradient down")
-        self._own = OwnGroups(member, names, self.timeout)
+        self._own = OwnGroups(member, names)
         has_streams = member.device.type != "cpu"
         self._streams = [torch.Stream(device=member.device) for _ in names] if has_streams else []
 
@@ -355,14 +354,14 @@ class ProcessGroups(Transport):
             return
         for way in own:
             peer = way[2] if self.rank == way[1] else way[1]
-            attended(functools.partial(self._first_message, way, peer), self._member.lost, self.timeout, peer)
+            attended(functools.partial(self._first_message, way, peer), self._member.lost, self._member.limit, peer)
             self._connected.add(way)
 
     def _first_message(self, way: _Way, peer: int) -> None:
         group, source, _ = way
         message = torch.zeros(1, dtype=torch.uint8, device=self.device)
         verb = "send" if self.rank == source else "recv"
-        wait_for(getattr(self.groups[group], verb)([message], peer, 0), self.waits, self.timeout, self.device)
+        wait_for(getattr(self.groups[group], verb)([message], peer, 0), self.waits, self._member.limit, self.device)
 
     def exchange(
         self, peer: int, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None
@@ -371,7 +370,7 @@ class ProcessGroups(Transport):
         low, high = sorted((self.rank, peer))
         self._connect([(0, low, high), (1, high, low)])
         out, back = self.groups[int(peer < self.rank)], self.groups[int(self.rank < peer)]
-        return swap(out, back, (self.rank, peer), tensors, self.waits, self.timeout, into)
+        return swap(out, back, (self.rank, peer), tensors, self.waits, self._member.limit, into)
 
     def close(self) -> None:
         """End the groups; on a GPU first wait until all ranks' devices have finished their messages."""
@@ -412,13 +411,13 @@ class CoalescedGroups(ProcessGroups):
     lanes = COALESCED
     has_endpoint = False
 
-    def __init__(self, member: Membership, timeout: float = 600) -> None:
+    def __init__(self, member: Membership) -> None:
         if (backend := backend_of(member)) not in ("gloo", "nccl"):
             raise ValueError(
                 f"transport = {self.kind!r}: the process group's backend is {backend!r}, but must be 'gloo' or "
                 "'nccl'; use 'process_group'"
             )
-        super().__init__(member, timeout)
+        super().__init__(member)
         self.pairs: dict[int, OwnGroups] = {}
 
     def _together(self, program: Program, rank: int) -> dict[str, Any]:
@@ -437,10 +436,10 @@ class CoalescedGroups(ProcessGroups):
         both = sorted((self.rank, peer))
         ranks = tuple(self._member.ranks[rank] for rank in both)
         member = replace(self._member, rank=both.index(self.rank), ranks=ranks)
-        made = OwnGroups(member, [f"pair {both}"], self.timeout)
+        made = OwnGroups(member, [f"pair {both}"])
         if self.device.type != "cpu":
             first = functools.partial(self._first_operation, made.groups[0], both.index(peer))
-            attended(first, self._member.lost, self.timeout, peer)
+            attended(first, self._member.lost, self._member.limit, peer)
         return made
 
     def _first_operation(self, group: Any, peer: int) -> None:
@@ -449,7 +448,7 @@ class CoalescedGroups(ProcessGroups):
             group.send([sent], peer, 0)
             group.recv([received], peer, 0)
         for work in works:
-            wait_for(work, self.waits, self.timeout, self.device)
+            wait_for(work, self.waits, self._member.limit, self.device)
 
     def _all(self) -> list[OwnGroups]:
         return [*self.pairs.values(), *super()._all()]

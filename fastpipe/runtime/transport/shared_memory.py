@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -45,10 +44,9 @@ class SharedMemory(Transport):
     lanes = "directed"
     has_endpoint = False
 
-    def __init__(self, link: Any, member: Membership, timeout: float) -> None:
+    def __init__(self, link: Any, member: Membership) -> None:
         self.link = link
         self.member = member
-        self.timeout = timedelta(seconds=timeout)
         self._own: list[OwnGroups] = []  # one, once it is needed
         self.waits = make_waits()
 
@@ -64,7 +62,7 @@ class SharedMemory(Transport):
             group = self._exchange_group()
         except RuntimeError as error:
             raise dead_or_silent(peer, error) from error
-        return swap(group, group, (self.member.rank, peer), tensors, self.waits, self.timeout, into)
+        return swap(group, group, (self.member.rank, peer), tensors, self.waits, self.member.limit, into)
 
     def prepare_exchange(self) -> None:
         """Create the group of exchanges; collective."""
@@ -72,7 +70,7 @@ class SharedMemory(Transport):
 
     def _exchange_group(self) -> Any:
         if not self._own:
-            self._own = [OwnGroups(self.member, ["exchange"], self.timeout)]
+            self._own = [OwnGroups(self.member, ["exchange"])]
         return self._own[0].groups[0]
 
     def close(self) -> None:
@@ -98,10 +96,10 @@ class CudaIpc(SharedMemory):
 
     kind = "cuda_ipc"
 
-    def __init__(self, link: Any, engine: Any, member: Membership, timeout: float) -> None:
-        super().__init__(link, member, timeout)
+    def __init__(self, link: Any, engine: Any, member: Membership) -> None:
+        super().__init__(link, member)
         runtime: Any = native.load()
-        self._copies: Any = runtime.CopyEngineLink(link, engine, timeout)
+        self._copies: Any = runtime.CopyEngineLink(link, engine, member.timeout)
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """See `Transport.native`."""
@@ -139,10 +137,8 @@ class Mixed(ProcessGroups):
     kind = "mixed"
     is_recordable = False
 
-    def __init__(
-        self, shared: SharedMemory | None, member: Membership, timeout: float, host_groups: HostGroups, why: str
-    ) -> None:
-        super().__init__(member, timeout)
+    def __init__(self, shared: SharedMemory | None, member: Membership, host_groups: HostGroups, why: str) -> None:
+        super().__init__(member)
         # so each channel has its own lane
         assert SharedMemory.lanes == self.lanes == "directed"
         self.shared = shared
@@ -198,8 +194,6 @@ def select_transport(
     choice: str,
     exchange: Exchange,
     member: Membership,
-    device: torch.device,
-    timeout: float,
     num_sharing: int,
     by_python: bool = False,
 ) -> Transport:
@@ -222,21 +216,21 @@ def select_transport(
     if choice in _GROUPS:
         if by_python and not _GROUPS[choice].has_endpoint:
             raise ValueError(f"transport = {choice!r}: {_why_python()}; use 'auto' or 'process_group'")
-        return _GROUPS[choice](member, timeout)
-    if choice == "auto" and device.type != "cpu":
-        return ProcessGroups(member, timeout)
+        return _GROUPS[choice](member)
+    if choice == "auto" and member.device.type != "cpu":
+        return ProcessGroups(member)
     by_engine = choice == "cuda_ipc"
-    link, trial, host_groups, why = find_host_groups(exchange, member, device, num_sharing, by_engine, by_python)
+    link, trial, host_groups, why = find_host_groups(exchange, member, num_sharing, by_engine, by_python)
     if len(host_groups) == 1:
-        return CudaIpc(link, trial[0], member, timeout) if trial else SharedMemory(link, member, timeout)
+        return CudaIpc(link, trial[0], member) if trial else SharedMemory(link, member)
     if choice != "auto":
         raise ValueError(f"transport = {choice!r}: {why}; use 'auto' or 'process_group'")
     if len(host_groups) == member.size:
-        groups = ProcessGroups(member, timeout)
+        groups = ProcessGroups(member)
         groups.why = f"no shared memory: {why}"
         return groups
-    shared = None if [member.rank] in host_groups else SharedMemory(link, member, timeout)
-    return Mixed(shared, member, timeout, host_groups, why)
+    shared = None if [member.rank] in host_groups else SharedMemory(link, member)
+    return Mixed(shared, member, host_groups, why)
 
 
 _TRIAL_SECONDS = 10.0
@@ -272,7 +266,7 @@ def _try_engine(runtime: Any, device: torch.device) -> Trial:
 
 
 def find_host_groups(
-    exchange: Exchange, member: Membership, device: torch.device, num_sharing: int, by_engine: bool, by_python: bool
+    exchange: Exchange, member: Membership, num_sharing: int, by_engine: bool, by_python: bool
 ) -> tuple[Any, Trial | None, HostGroups, str]:
     """Connect this process to those that it can share memory with; with copy engines if ``by_engine``.
 
@@ -281,7 +275,7 @@ def find_host_groups(
     Returns:
         Its side of the shared memory, its copy engine, the groups of ranks that share memory, and why not all do.
     """
-    link, trial, offer = _offer(member, device, num_sharing, by_engine, by_python)
+    link, trial, offer = _offer(member, num_sharing, by_engine, by_python)
     offers = exchange("offer of shared memory", offer)
     host_groups = _group_by_host(offers)
     host_ranks = next(group for group in host_groups if member.rank in group)
@@ -300,20 +294,18 @@ def _why_python() -> str:
     return native.native_status() if native.load() is None else "executor = 'python'"
 
 
-def _offer(
-    member: Membership, device: torch.device, num_sharing: int, by_engine: bool, by_python: bool
-) -> tuple[Any, Trial | None, Offer]:
+def _offer(member: Membership, num_sharing: int, by_engine: bool, by_python: bool) -> tuple[Any, Trial | None, Offer]:
     """This rank's side of the shared memory, and the offer to other ranks."""
     runtime: Any = native.load()
     if by_python or runtime is None:
         return None, None, {"cannot": _why_python()}
-    if device.type != "cpu" and not by_engine:
-        return None, None, {"cannot": f"the stages are on {device.type}"}
+    if member.device.type != "cpu" and not by_engine:
+        return None, None, {"cannot": f"the stages are on {member.device.type}"}
     try:
         link = runtime.SharedMemoryLink(member.rank, member.size, num_sharing)
         trial, ticket = None, {}
         if by_engine:
-            engine, memory = trial = _try_engine(runtime, device)
+            engine, memory = trial = _try_engine(runtime, member.device)
             ticket = {"ticket": engine.ticket(memory).hex()}
     except RuntimeError as error:
         return None, None, {"cannot": first_line(error)}
