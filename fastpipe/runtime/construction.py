@@ -189,6 +189,8 @@ def _find_world(arguments: Arguments) -> World:
     group = valid(execution.pipeline_group, None)
     member = valid(lambda: membership(group_of(model.stages) if group is None else group, device, timeout), None)
     if member is None:  # the error is raised when all processes know it
+        if not dist.is_initialized():
+            raise errors[0]
         member = membership(None, device, timeout)
     valid(member.check_job, None)
     here = ranks_per_host(timeout)

@@ -342,6 +342,34 @@ def test_a_process_that_does_not_start_is_named(tmp_path: Path) -> None:
     assert all("rank 2 did not start within 10 s" in text for text in said), said
 
 
+def test_a_process_of_another_job_disturbs_nobody(tmp_path: Path) -> None:
+    """It is refused before it is taken for one of the processes that are waited for, under their port."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        common = ["WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free.getsockname()[1]}"]
+
+    def start(job: str, rank: int) -> str:
+        return scripts.run(script, str(PATIENCE), *common, f"TORCHELASTIC_RUN_ID={job}", f"RANK={rank}")
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(start, "mine", 0)
+        assert "ValueError" in (said := start("theirs", 1)) and "of the job TORCHELASTIC_RUN_ID=theirs" in said, said
+        assert (start("mine", 1), first.result()) == ("", "")
+
+
+def test_a_process_that_ends_while_the_group_is_made_is_an_error_at_the_timeout(tmp_path: Path) -> None:
+    """torch's own names a key of its store."""
+    script = tmp_path / "script.py"
+    ends = 'if os.environ["RANK"] == "1":\n    torch.distributed.init_process_group = lambda *_, **__: os._exit(0)\n'
+    script.write_text(_SCRIPT.replace("try:", f"{ends}try:"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        common = ["WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free.getsockname()[1]}"]
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(lambda rank: scripts.run(script, "2", *common, f"RANK={rank}"), range(2)))
+    assert "StepError" in said[0] and "the process group could not be made" in said[0], said
+
+
 @on_ranks(2)
 def test_groups_leave_no_keys_in_the_store() -> None:
     def keys() -> set[str]:

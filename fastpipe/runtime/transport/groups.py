@@ -363,7 +363,14 @@ def _make_group(device: torch.device, timeout: float) -> None:
     size = _number_in("WORLD_SIZE", 1)
     rank = _number_in("RANK", 0, size - 1)
     store = _joined_store(rank, size, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    except RuntimeError as error:
+        raise lost_peer(
+            f"the process group could not be made ({first_line(error)}); a process may have ended, or be stopped: see "
+            "what the others say",
+            None,
+        ) from error
     if size > 1 and shares_store():
         _own_worlds.add(dist.group.WORLD)
     logger.info("made the process group: rank %d of %d, backend %s", dist.get_rank(), dist.get_world_size(), backend)
@@ -405,8 +412,8 @@ def _joined_store(rank: int, size: int, timeout: float) -> Any:
         # under torchrun its agent holds the store
         is_master = rank == 0 and not shares_store()
         store = c10d.TCPStore(host, port, size, is_master, limit, wait_for_workers=False, multi_tenant=True)
+        check_job(store, decides=rank == 0)  # first: one of another job must not disturb those that belong here
         if shares_store():
-            check_job(store, decides=rank == 0)
             return distributed_c10d.PrefixStore(name_attempt(store, rank, size, timeout), store)
         _await_all(store, rank, size, timeout)
         return store
