@@ -4,12 +4,14 @@
     python examples/train_llama.py                                      one process, whose threads are four ranks
 
 The model is randomly initialised from a config, nothing is downloaded. It needs transformers: pip install transformers.
-At the end the pipeline's checkpoint is loaded into the plain model, which runs without a pipeline.
+At the end the pipeline's checkpoint is loaded into the plain model, which runs without a pipeline. With --checkpoints,
+training goes on from the newest checkpoint in a folder; with torchrun's --max-restarts also after a rank was killed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import tempfile
 import time
@@ -29,6 +31,7 @@ import fastpipe
 PADDING, END = VOCABULARY, VOCABULARY + 1
 IGNORED = -100
 CONTEXT, ROWS, MICROBATCHES = 64, 32, 8
+SAVE_EVERY = 5
 
 
 def make_model() -> LlamaForCausalLM:
@@ -72,10 +75,16 @@ def check(pipe: fastpipe.Pipeline, model: LlamaForCausalLM, batch: dict[str, Ten
     return str(fastpipe.check_parity(pipe, model, pair, kwargs={"attention_mask": batch["attention_mask"]}))
 
 
-def train(pipe: fastpipe.Pipeline, batches: Iterator[dict[str, Tensor]], num_steps: int) -> None:
+def train(
+    pipe: fastpipe.Pipeline, batches: Iterator[dict[str, Tensor]], num_steps: int, checkpoints: Path | None
+) -> None:
+    """Train; with a folder of checkpoints, from the newest one on."""
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
-    for step in range(num_steps):
-        batch = next(batches)
+    found = fastpipe.latest_checkpoint(checkpoints) if checkpoints else None
+    done = fastpipe.load_checkpoint(found, pipe, optimizer)["step"] if found else 0
+    if found:
+        say(pipe, f"resumed from {found}")
+    for step, batch in enumerate(itertools.islice(batches, done, num_steps), done):
         start = time.perf_counter()
         optimizer.zero_grad()
         result = pipe.step(batch["input_ids"], attention_mask=batch["attention_mask"], target=batch["labels"])
@@ -84,6 +93,9 @@ def train(pipe: fastpipe.Pipeline, batches: Iterator[dict[str, Tensor]], num_ste
         seconds = time.perf_counter() - start
         tokens = int(batch["attention_mask"].sum())
         say(pipe, f"step {step:3}  loss {float(result.loss):.4f}  norm {norm:.3f}  {tokens / seconds:6.0f} tokens/s")
+        if checkpoints and ((step + 1) % SAVE_EVERY == 0 or step + 1 == num_steps):
+            extra = {"step": step + 1}
+            fastpipe.save_checkpoint(checkpoints / f"step{step + 1}", pipe, optimizer, extra=extra, keep=2)
 
 
 def go_on_without(pipe: fastpipe.Pipeline, batch: dict[str, Tensor], folder: Path) -> None:
@@ -127,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--schedule", default="zbv", help="how the stages are run")
     parser.add_argument("--steps", type=positive(int), default=25, help="how many optimizer steps")
     parser.add_argument("--device", default="auto", choices=DEVICES, help="a GPU a process, or the CPU")
+    parser.add_argument("--checkpoints", type=Path, help="folder to save into, and to go on from if it has some")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
 
@@ -152,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if line.startswith(("ranks", "partition", "tied")):
             say(pipe, line)
     say(pipe, check(pipe, model, first))
-    train(pipe, batches, given.steps)
+    train(pipe, batches, given.steps, given.checkpoints)
     go_on_without(pipe, first, shared_folder())
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fastpipe.runtime.transport import Loopback
+from fastpipe.testing.faults import Fault, flip_bit
 from fastpipe.testing.parity import check_parity
-from fastpipe.testing.reference import Fault, Reference, backward_order, flip_bit, reference_step
+from fastpipe.testing.reference import Reference, backward_order, reference_step
 
 __all__ = ["Fault", "Loopback", "Reference", "backward_order", "check_parity", "flip_bit", "reference_step"]

@@ -4,19 +4,16 @@ python -m tests.distributed.test_faults [SECONDS]    writes the table in docs/re
                                                      this time, or of all
 """
 
+import contextlib
 import itertools
-import os
 import random
-import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe import Pipeline, save_checkpoint
-from fastpipe.testing import Fault
+from fastpipe.testing.faults import FAULTS, Fault, NastyError, full_disk
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.page import write_block
 from tests.distributed.ranks import ranks
@@ -34,45 +31,6 @@ COUNT = 8
 STOPPED_TIMEOUT = 15.0
 
 
-class Nasty(Exception):  # noqa: N818 - as users name theirs, or do not
-    """An exception without a text, which takes no notes."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-    def add_note(self, note: str) -> None:
-        """Refuse it."""
-        raise TypeError("no notes")
-
-
-def not_a_number(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * float("nan")
-
-
-def out_of_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor + torch.empty(2**60)
-
-
-def few_descriptors(tensor: torch.Tensor) -> torch.Tensor:
-    """From now on this process cannot open anything."""
-    descriptor = os.open(os.devnull, os.O_RDONLY)
-    os.close(descriptor)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    return tensor
-
-
-FAULTS: dict[str, Callable[[], Any]] = {
-    "raise": lambda: ValueError("on purpose"),
-    "nasty exception": Nasty,
-    "SystemExit": lambda: SystemExit(3),
-    "exit": lambda: lambda _: os._exit(3),
-    "kill": lambda: lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: lambda _: os.kill(os.getpid(), signal.SIGSTOP),
-    "delay": lambda: lambda _: time.sleep(1),
-    "NaN": lambda: not_a_number,
-    "out of memory": lambda: out_of_memory,
-    "few descriptors": lambda: few_descriptors,
-}
 CALLS = ["wrong argument", "skipped step", "full disk"]
 """Faults of the script, not of a layer."""
 EXPECTED = {
@@ -160,7 +118,7 @@ def train(case: Case) -> Seen:
             pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
         except BaseException as error:
             rank, kind = getattr(error, "rank", None), type(error).__name__
-            text = "" if isinstance(error, Nasty) else str(error)
+            text = "" if isinstance(error, NastyError) else str(error)
             if seen.kind:
                 return seen._replace(again=text)
             seen = seen._replace(kind=kind, rank=rank, text=text)
@@ -169,15 +127,12 @@ def train(case: Case) -> Seen:
 
 def save(pipe: Pipeline, disk_is_full: bool) -> None:
     """Write a checkpoint, which fails where the disk is full."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     try:
-        if disk_is_full:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-        save_checkpoint(Path(folder[0]) / "step1", pipe, torch.optim.SGD(pipe.parameters()))
+        with full_disk() if disk_is_full else contextlib.nullcontext():
+            save_checkpoint(Path(folder[0]) / "step1", pipe, torch.optim.SGD(pipe.parameters()))
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         shutil.rmtree(folder[0], ignore_errors=True)
 
 

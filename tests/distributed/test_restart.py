@@ -27,6 +27,7 @@ from tests.scripts import run
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
+LLAMA = [str(ROOT / "examples" / "train_llama.py"), "--device", "cpu"]
 KILLED = ROOT / "tests" / "distributed" / "killed.py"
 STEPS = 4
 SMALL = ["--device", "cpu", "--width", "32", "--context", "32", "--layers", "4", "--sample", "1"]
@@ -53,11 +54,13 @@ def launch(
     kills: Sequence[str],
     *,
     within: Sequence[str] = (),
+    script: Sequence[str] = (),
     arguments: Sequence[str] = (),
     **environment: str,
 ) -> subprocess.Popen[str]:
     """Start an agent of torchrun, which writes checkpoints and notes into a folder; ``within`` begins the command."""
-    script = [str(SCRIPT), *ARGUMENTS, *arguments, "--checkpoints", str(folder / "saved"), "--out", str(folder)]
+    script = script or [str(SCRIPT), *ARGUMENTS, "--out", str(folder)]
+    script = [*script, *arguments, "--checkpoints", str(folder / "saved")]
     (folder / "notes").mkdir(exist_ok=True)
     own = {"OMP_NUM_THREADS": "1", "KILLS": ",".join(kills), "NOTES": str(folder / "notes"), **environment}
     own["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -150,6 +153,20 @@ def test_killed_ranks_are_restarted(
     text = finish(tmp_path, layout.start(tmp_path, kills), kills)
     assert "resumed" in text
     check(tmp_path, undisturbed(layout.size))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(6 * PATIENCE)
+def test_a_llama_is_restarted(tmp_path: Path) -> None:
+    """Killed in a step, in clipping and in a save, it goes on from step 5, and ends as if nothing had happened."""
+    pytest.importorskip("transformers")
+    script, kills = [*LLAMA, "--steps", "10"], ["step8:1", "clip:0", "save:1"]
+    run(script[0], *script[1:], "--checkpoints", str(tmp_path / "whole"), processes=2)
+    agent = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+    assert "resumed from" in finish(tmp_path, [launch(tmp_path, agent, kills, script=script)], kills)
+    found, expected = weights(tmp_path / "saved" / "step10"), weights(tmp_path / "whole" / "step10")
+    assert found.keys() == expected.keys()
+    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
 
 
 def try_layout(layout: Layout, expected: dict[str, torch.Tensor]) -> str:
