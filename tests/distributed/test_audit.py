@@ -563,6 +563,57 @@ def test_an_error_in_what_is_computed_again(executor: str, transport: str, group
         assert text == "its own" or ("rank" in text and "ArithmeticError: on purpose" in text)
 
 
+class Counts(nn.Linear):
+    """Depends on the number of its forwards, as spectral_norm does: a recompute sees those of later microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(x) * self.count
+
+
+def recomputes_with_buffers(schedule: str, recompute: str) -> int:
+    layers = [Counts() for _ in range(num_stages(schedule))]
+    options: Any = {"recompute": recompute, "audit": most(schedule)}
+    pipe = Pipeline(layers, schedule, COUNT, nn.functional.mse_loss, **options)
+    for step in range(4):
+        x, target = batch(step)
+        pipe.step(x, target=target)
+    assert pipe._steps.audit is not None
+    return pipe._steps.audit.num_computed
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "full"), ("zbv", "layers")])
+def test_buffers_that_change_before_a_recompute(schedule: str, recompute: str, group_of: GroupOf) -> None:
+    assert sum(group_of(2).run(recomputes_with_buffers, schedule, recompute)) == 3 * COUNT
+
+
+@on_ranks(2)
+def test_an_error_in_what_is_computed_again_is_of_its_step_alone() -> None:
+    """The step after one that failed elsewhere does not raise it, and it does not keep the pipeline."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.mse_loss, audit=0.5)
+    audit = pipe._steps.audit
+    assert audit is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Audit, "_complete", refuse)
+        audit.while_waiting()
+    train(pipe, 2)
+    gc.disable()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Audit, "_complete", refuse)
+        audit.while_waiting()
+    with pytest.raises(ArithmeticError):
+        audit.report()
+    known = weakref.ref(pipe), weakref.ref(audit)
+    del pipe, audit
+    assert [reference() for reference in known] == [None, None]
+    gc.enable()
+
+
 def test_one_flipped_bit_changes_a_sum() -> None:
     base = torch.randn(7, 5)
     odd = [base, base.t(), base[1:, 1:], base.bfloat16(), base[:, :1].expand(7, 5), torch.ones(3, dtype=torch.bool)]

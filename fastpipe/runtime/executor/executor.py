@@ -139,7 +139,7 @@ def _last_waits(ops: npt.NDArray[np.int32]) -> int:
     """The position of the first WAIT_SEND after which nothing is computed and sent; the program's length without."""
     others = np.flatnonzero((ops != Op.WAIT_SEND) & (ops != Op.FREE))
     waits = np.flatnonzero(ops == Op.WAIT_SEND)
-    return int(min(waits[waits > others[-1]], default=len(ops)))
+    return int(min(waits[waits > others.max(initial=-1)], default=len(ops)))
 
 
 def last_backwards(instructions: Sequence[Instruction]) -> dict[int, int]:

@@ -326,7 +326,7 @@ class Audit:
         Returns:
             The context in which the step runs.
         """
-        self._recorder, self._data = None, None
+        self._recorder, self._data, self._error = None, None, None
         self._complete()  # where the last step failed in between
         # doubts of a step that failed are not checked again: they wait for all ranks
         if self._received is not None and not self._has_doubts:
@@ -343,8 +343,9 @@ class Audit:
         """Begin to compute what was received again."""
         record = unpacked(data)
         early, late = record["draw"].again[self.rank]
-        self._again = self._repetition(record, [*early, *late])
-        self._again.backward(early)
+        again = self._repetition(record, [*early, *late])
+        again.backward(early)
+        self._again = again
         if not late:
             self._complete()
 
@@ -375,9 +376,11 @@ class Audit:
 
     def report(self) -> Reply:
         """After a step that succeeded on this rank: what the others must know."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback has this frame
         self._complete()  # where there was nothing to wait for
         if self._recorder is not None and self._draw is not None:
             record = self._recorder.record(self.device) | {"draw": self._draw}
@@ -582,12 +585,15 @@ class Recorder:
             "inputs": list(inputs),
             "held": [[list(key), tensor] for key, tensor in kept.items()],
             "random": generators.states(),
-            "buffers": [buffer for *_, buffer in _places(self.stage.module, torch_private.buffers_of)],
+            "buffers": {"F": self._buffers()},
             "work": {name: values[microbatch] for name in _WORK if (values := getattr(work, name)) is not None},
             "loss_scale": work.loss_scale,
         }
         copied: dict[str, Any] = pytree.tree_map(partial(_copied, {}), taken)
         return copied
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [buffer for *_, buffer in _places(self.stage.module, torch_private.buffers_of)]
 
     @contextmanager
     def _backward(self, action: Current) -> Iterator[None]:
@@ -596,6 +602,9 @@ class Recorder:
             if action.microbatch not in self.results:
                 yield
                 return
+            if self._generators is not None:  # what the backward recomputes reads those that later forwards have left
+                buffers = pytree.tree_map(partial(_copied, {}), self._buffers())
+                self._given[action.microbatch]["buffers"][action.action] = buffers
             named = [(name, p) for name, p in self.stage.module.named_parameters() if not _has_hooks(p)]
             before = [p.grad for _, p in named]
             for _, parameter in named:
@@ -689,7 +698,7 @@ class Repetition:
             if stage.grad_dtype is not None:
                 set_grad_dtype(stage.module, stage.grad_dtype)
             for i, given in self._given.items():
-                _put(buffers, given["buffers"])
+                _put(buffers, given["buffers"]["F"])
                 generators.restore(given["random"])
                 if stage.held is not None:
                     stage.held.tensors[i] = {tuple(key): tensor for key, tensor in given["held"]}
@@ -702,12 +711,14 @@ class Repetition:
         with self._as_recorded() as buffers:
             for i in microbatches:
                 given = self._given[i]
-                _put(buffers, given["buffers"])
                 grads = tuple(given["grads"][place] for place in sorted(given["grads"]))
                 if given["splits"]:
+                    _put(buffers, given["buffers"]["I"])
                     self.stage.backward_input(i, grads)
+                    _put(buffers, given["buffers"]["W"])
                     self.stage.backward_weight(i)
                 else:
+                    _put(buffers, given["buffers"]["B"])
                     self.stage.backward(i, grads)
                 self._left.remove(i)
 
