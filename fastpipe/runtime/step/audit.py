@@ -355,9 +355,10 @@ class Audit:
         return Repetition(stage, record, microbatches, self._generators, self.device)
 
     def while_waiting(self) -> None:
-        """Where this rank only waits until a step ends: complete what is computed again."""
+        """Where this rank only waits until a step ends: complete what is computed again, and make what is sent."""
         try:
             self._complete()
+            self._pack()
         except Exception as error:  # not of the program, which goes on
             self._error = error
 
@@ -382,20 +383,24 @@ class Audit:
             finally:
                 self._error = None  # its traceback has this frame
         self._complete()  # where there was nothing to wait for
-        if self._recorder is not None and self._draw is not None:
-            record = self._recorder.record(self.device) | {"draw": self._draw}
-            try:
-                self._data = packed(record, self._draw.stage, self.device)
-            except ValueError as error:
-                raise ValueError(
-                    f"audit: what stage {self._draw.stage} is given cannot be sent to another rank; give it in another "
-                    f"form, or leave audit out ({error})"
-                ) from error
-        self._recorder = None
+        self._pack()
         reply: Reply = {} if self._data is None else {"record": len(self._data)}
         if self._has_doubts and self._received is not None:
             reply["doubts"] = len(self._received)
         return reply | ({"changed": changed} if (changed := self._weights.changed()) else {})
+
+    def _pack(self) -> None:
+        """Make what the auditors get of what was recorded."""
+        if self._recorder is None or self._draw is None:
+            return
+        record, self._recorder = self._recorder.record(self.device) | {"draw": self._draw}, None
+        try:
+            self._data = packed(record, self._draw.stage, self.device)
+        except ValueError as error:
+            raise ValueError(
+                f"audit: what stage {self._draw.stage} is given cannot be sent to another rank; give it in another "
+                f"form, or leave audit out ({error})"
+            ) from error
 
     def end(self, replies: Sequence[Reply]) -> None:
         """After a step that succeeded on all ranks: pass on what is audited, or decide what was wrong. Collective."""
