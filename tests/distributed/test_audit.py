@@ -614,6 +614,30 @@ def test_an_error_in_what_is_computed_again_is_of_its_step_alone() -> None:
     gc.enable()
 
 
+@on_ranks(2)
+def test_an_error_before_a_step_in_what_is_computed_again_fails_one_step() -> None:
+    pipe = Pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(2)], "1f1b", COUNT, nn.functional.mse_loss, audit=0.5)
+    audit = pipe._steps.audit
+    assert audit is not None
+    (auditor,) = first_draw("1f1b", 0, pipe)[1]
+    copy, failures = audit._copies[0], 0
+
+    def fails_once(*args: Any) -> None:
+        del copy.backward
+        copy.backward(*args)
+        raise ArithmeticError("on purpose")
+
+    if dist.get_rank() == auditor:
+        copy.backward = fails_once  # type: ignore[method-assign,assignment]
+    x, target = batch(0)
+    for _ in range(20):
+        try:
+            pipe.step(x, target=target)
+        except (ArithmeticError, fastpipe.StepError):
+            failures += 1
+    assert failures == 1
+
+
 def test_one_flipped_bit_changes_a_sum() -> None:
     base = torch.randn(7, 5)
     odd = [base, base.t(), base[1:, 1:], base.bfloat16(), base[:, :1].expand(7, 5), torch.ones(3, dtype=torch.bool)]
