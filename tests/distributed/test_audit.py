@@ -19,6 +19,7 @@ from torch import nn
 import fastpipe
 from fastpipe import CorruptionError, Pipeline
 from fastpipe.runtime.common import bit_sums, bytes_of, version_of
+from fastpipe.runtime.executor import waits_of
 from fastpipe.runtime.step.audit import Audit, draw, packed, unpacked
 from fastpipe.testing import flip_bit
 from tests.conftest import WAYS, skip_without_native
@@ -502,11 +503,11 @@ def test_draws() -> None:
 @pytest.mark.parametrize(
     ("schedule", "share", "again"),
     [
-        ("1f1b", 0.125, {3: ([], [0, 1, 2]), 2: ([], [3])}),  # 3 forwards before, and 6 after: 3 fit, and then 2
-        ("1f1b", 0.05, {3: ([], [0, 1])}),
-        ("1f1b", 0.025, {3: ([0], [])}),  # no activation is held in the step
-        ("1f1b", 0.25, {3: ([0], [1, 2, 6]), 2: ([3], [4, 7]), 1: ([], [5])}),
-        ("zb_h1", 0.05, {3: ([0], []), 2: ([1], [])}),  # 3 before, and none after
+        # rank 3 has 3 forwards before, and 6 after its last action
+        ("1f1b", 0.125, {3: ([0], [], [1, 2]), 2: ([], [3], [])}),
+        ("1f1b", 0.05, {3: ([0], [], [1])}),
+        ("1f1b", 0.25, {3: ([0], [], [1, 2, 7]), 2: ([], [3, 4], []), 1: ([], [5], [6])}),
+        ("zb_h1", 0.05, {3: ([0], [], []), 1: ([], [1], [])}),
     ],
 )
 def test_ranks_compute_again_as_much_as_fits_where_they_wait(schedule: str, share: float, again: Any) -> None:
@@ -517,8 +518,19 @@ def test_ranks_compute_again_as_much_as_fits_where_they_wait(schedule: str, shar
     assert found == again
 
 
+def test_where_ranks_wait() -> None:
+    program = fastpipe.lower(fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8))
+    waits = waits_of(program)
+    assert [(one.before, one.longest) for one in waits] == [(0, 6), (1, 4), (2, 4), (3, 6)]
+    assert [program[rank][one.position].op.name for rank, one in enumerate(waits)] == ["WAIT_RECV"] * 2 + [
+        "WAIT_SEND"
+    ] * 2
+    whole = fastpipe.lower(fastpipe.make_schedule("1f1b", num_ranks=1, num_microbatches=2))
+    assert waits_of(whole) == [(0, 0, len(whole[0]))]
+
+
 def positions(executor: str, transport: str, fails: bool) -> list[int] | str:
-    """Where in the program the backwards are computed again; or the error if that fails once."""
+    """Where in the program the rest is computed again; or the error if that fails once."""
     found: list[int] = []
     complete = Audit._complete
 
@@ -545,14 +557,12 @@ def positions(executor: str, transport: str, fails: bool) -> list[int] | str:
 
 
 @pytest.mark.parametrize(("executor", "transport"), [("native", "auto"), ("python", "process_group")])
-def test_backwards_are_computed_again_before_the_last_waits(executor: str, transport: str, group_of: GroupOf) -> None:
+def test_ranks_compute_again_before_their_longest_wait(executor: str, transport: str, group_of: GroupOf) -> None:
     if executor == "native":
         skip_without_native()
-    first, last = group_of(2).run(positions, executor, transport, False)
+    found = group_of(2).run(positions, executor, transport, False)
     program = fastpipe.lower(fastpipe.make_schedule("1f1b", num_ranks=2, num_microbatches=COUNT))
-    after = [i.op.name for i in list(program[1])[last[0] :]]
-    assert set(last) == {last[0]} and set(after) == {"WAIT_SEND"}
-    assert set(first) == {-1}, "rank 0 is the last to end, and has nothing to wait for"
+    assert [set(of_rank) for of_rank in found] == [{one.position} for one in waits_of(program)]
 
 
 @pytest.mark.parametrize(("executor", "transport"), [("native", "auto"), ("python", "process_group")])

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from fastpipe.runtime import native
 from fastpipe.runtime.common import CPU, Tensors, handed_over, torch_private
 from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, WAYS, PairCounts, Stage, in_turns, last_microbatches, make_helper
 from fastpipe.runtime.transport import Message, Transport
+from fastpipe.simulate import simulate_program
 
 Seconds = npt.NDArray[np.float64]
 OnFailure = Callable[[int, BaseException], None]
@@ -41,8 +42,8 @@ class Executor(ABC):
     Args:
         streams: streams of the stages, by index; empty if all work uses the caller's stream.
         leave_mesh: called in a failed step, before this rank joins a collective of a stage's replicas.
-        while_waiting: called where the rank has computed everything, and only waits until its messages have arrived;
-            not in a failed step, and not where it has none to wait for.
+        while_waiting: called in each step that has not failed, before the instruction that waits longest; see
+            `waits_of`.
     """
 
     program: Program
@@ -61,7 +62,7 @@ class Executor(ABC):
 
     def __post_init__(self) -> None:
         columns = self.program.columns[self.rank]
-        self._wait_at = _last_waits(columns[0])
+        self._wait_at = 0 if self.while_waiting is None else waits_of(self.program)[self.rank].position
         self.last = {index: last_microbatches(columns, index) for index in self.stages}
         self._in_turns = partial(in_turns, make_helper(self.num_threads))
         self._prepare()
@@ -135,11 +136,37 @@ class Executor(ABC):
         vars(self).clear()
 
 
-def _last_waits(ops: npt.NDArray[np.int32]) -> int:
-    """The position of the first WAIT_SEND after which nothing is computed and sent; the program's length without."""
-    others = np.flatnonzero((ops != Op.WAIT_SEND) & (ops != Op.FREE))
-    waits = np.flatnonzero(ops == Op.WAIT_SEND)
-    return int(min(waits[waits > others.max(initial=-1)], default=len(ops)))
+class Waits(NamedTuple):
+    """When a rank waits, in forwards of a stage: a backward takes two, and messages take no time.
+
+    Attributes:
+        before: until its first action.
+        longest: its longest wait after that, until a message comes or, after its last action, until the step ends.
+        position: that of the instruction that waits so long; the program's length if it is the end of the program.
+    """
+
+    before: int
+    longest: int
+    position: int
+
+
+def waits_of(program: Program) -> list[Waits]:
+    """The waits of every rank, as simulated."""
+    timeline, found = simulate_program(program), []
+    end = timeline.start + timeline.makespan
+    for columns, starts, ends in zip(program.columns, timeline.starts, timeline.ends, strict=True):
+        ops = columns[0]
+        computed = np.flatnonzero(ops < Op.POST_RECV)
+        if not len(computed):
+            found.append(Waits(0, 0, len(ops)))
+            continue
+        first, last = computed[[0, -1]]
+        sent = max(np.flatnonzero(ops == Op.SEND), default=last)
+        waits = [(ends[i] - starts[i], i) for i in np.flatnonzero(ops == Op.WAIT_RECV) if i > first]
+        after = [i for i in np.flatnonzero(ops == Op.WAIT_SEND) if i > max(last, sent)]
+        longest, position = max([*waits, (end - ends[last], min(after, default=len(ops)))])
+        found.append(Waits(int(starts[first] - timeline.start), int(longest), int(position)))
+    return found
 
 
 def last_backwards(instructions: Sequence[Instruction]) -> dict[int, int]:

@@ -4,8 +4,8 @@
 records them: all that a microbatch is computed from, and sums of the bits of every result, which are outputs, gradients
 of inputs, and its part of the gradients of weights. After the step it sends the record, with the stage's weights, to
 the *auditors*. They compute it again in the next step, in a copy of the stage that has no memory in between, where they
-would wait: forwards before the first input comes, and backwards there or after the rank's last action. Each auditor
-gets as many microbatches as fit. If sums differ, all ranks compute them again, and the majority decides which rank was
+would wait: before their first input comes, and where they wait longest in the step. Each gets as many microbatches as
+fit. If sums differ, all ranks compute them again, and the majority decides which rank was
 wrong.
 
 Weights at rest are not computed again: each rank compares their sums (`WeightSums`).
@@ -46,6 +46,7 @@ from fastpipe.runtime.common import (
     walked,
 )
 from fastpipe.runtime.coordination import Control, Reply
+from fastpipe.runtime.executor import Waits, waits_of
 from fastpipe.runtime.model import accumulated, as_layers, state_prefix
 from fastpipe.runtime.stage import (
     Current,
@@ -57,13 +58,12 @@ from fastpipe.runtime.stage import (
     microbatch_seed,
     to_tensors,
 )
-from fastpipe.simulate import simulate_program
 
 Exchange = Callable[[int, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """``(peer, tensors, memory for the peer's) -> the peer's``; `fastpipe.runtime.transport.Transport.exchange`."""
 
-_parts: WeakKeyDictionary[Program, tuple[list[Draw], list[tuple[int, int]]]] = WeakKeyDictionary()
-"""Of programs that pipelines still have: their parts (`_parts_of`) and idle time (`_idle_of`)."""
+_parts: WeakKeyDictionary[Program, tuple[list[Draw], list[Waits]]] = WeakKeyDictionary()
+"""The parts (`_parts_of`) and waits of programs that pipelines still have."""
 
 
 class Draw(NamedTuple):
@@ -73,15 +73,15 @@ class Draw(NamedTuple):
         owner: the rank that computes it.
         microbatches: its microbatches, and of each whether its backward is split.
         last: the microbatches of the stage's last actions; see `last_microbatches`.
-        again: by rank, the microbatches that it computes again: those that it completes before a step, and those whose
-            backward it leaves until after its last action.
+        again: by rank, the microbatches that it computes again: those that it completes before a step, those whose
+            forward it computes there, and the others; it completes them where it waits longest in the step.
     """
 
     owner: int
     stage: int
     microbatches: dict[int, bool]
     last: tuple[int, int, int]
-    again: dict[int, tuple[list[int], list[int]]]
+    again: dict[int, tuple[list[int], list[int], list[int]]]
 
 
 def check_audit(share: float, placement: Placement, num_processes: int, stages: Any) -> None:
@@ -151,47 +151,37 @@ def _parts_of(program: Program) -> list[Draw]:
     return parts
 
 
-def _idle_of(program: Program) -> list[tuple[int, int]]:
-    """By rank, how long it waits before its first action and after its last one, in forwards of a stage.
-
-    A backward counts as two forwards, and messages take no time.
-    """
-    timeline = simulate_program(program)
-    end = timeline.start + timeline.makespan
-    spans = [timeline.compute_spans(rank) for rank in range(program.num_ranks)]
-    return [(int(own[0].start - timeline.start), int(end - own[-1].end)) if own else (0, 0) for own in spans]
-
-
 def _shared_out(
-    microbatches: Sequence[int], owner: int, idle: Sequence[tuple[int, int]]
-) -> dict[int, tuple[list[int], list[int]]]:
+    microbatches: Sequence[int], owner: int, waits: Sequence[Waits]
+) -> dict[int, tuple[list[int], list[int], list[int]]]:
     """`Draw.again`: each rank gets as many as it can compute while it waits, and of more than that all get as many."""
-    room = [_room(*own) for own in idle]
-    others = sorted((r for r in range(len(idle)) if r != owner), key=lambda r: (-room[r], r))
-    further = sorted(others, key=lambda r: 3 * room[r] - sum(idle[r]))
+    room = [_room(own) for own in waits]
+    # of equals first those that wait before a step, as they hold the fewest activations
+    others = sorted((r for r in range(len(waits)) if r != owner), key=lambda r: (-room[r], -waits[r].before, r))
+    further = sorted(others, key=lambda r: 3 * room[r] - waits[r].before - waits[r].longest)
     places = itertools.chain((r for r in others for _ in range(room[r])), itertools.cycle(further))
-    again: dict[int, tuple[list[int], list[int]]] = {}
+    again: dict[int, tuple[list[int], list[int], list[int]]] = {}
     found = sorted(zip(places, microbatches))  # noqa: B905 - the places do not end
     for rank, own in itertools.groupby(found, key=operator.itemgetter(0)):
         mine = [i for _, i in own]
-        early = _early(len(mine), *idle[rank])
-        again[rank] = mine[:early], mine[early:]
+        completed, begun = _before(len(mine), waits[rank])
+        again[rank] = mine[:completed], mine[completed:begun], mine[begun:]
     return again
 
 
-def _early(count: int, before: int, after: int) -> int:
-    """How many to complete before a step, so that it ends soonest; as many as possible, as the others hold memory."""
-
-    def exposed(early: int) -> tuple[int, int]:
-        return max(0, count + 2 * early - before) + max(0, 2 * (count - early) - after), -early
-
-    return min(range(count + 1), key=exposed)
+def _before(count: int, waits: Waits) -> tuple[int, int]:
+    """How many to complete before a step, and to begin: forwards take one each, backwards two."""
+    completed = min(count, waits.before // 3)
+    return completed, min(count, waits.before - 2 * completed)
 
 
-def _room(before: int, after: int) -> int:
-    """How many microbatches fit into idle time: with ``early`` ones, their forwards and early backwards before the
-    step, and the other backwards after it."""
-    return max(min(before - 2 * early, after // 2 + early) for early in range(before // 3 + 1))
+def _room(waits: Waits) -> int:
+    """How many fit where a rank waits."""
+    for count in itertools.count(1):
+        completed, begun = _before(count, waits)
+        if 3 * count - 2 * completed - begun > waits.longest:
+            return count - 1
+    raise AssertionError("unreachable")
 
 
 def draw(share: float, step: int, program: Program) -> Draw | None:
@@ -200,8 +190,8 @@ def draw(share: float, step: int, program: Program) -> Draw | None:
     Each microbatch of each stage is drawn with the probability ``share``; a step audits always as many, or none.
     """
     if program not in _parts:
-        _parts[program] = _parts_of(program), _idle_of(program)
-    parts, idle = _parts[program]
+        _parts[program] = _parts_of(program), waits_of(program)
+    parts, waits = _parts[program]
     part = parts[microbatch_seed(0, step, 0, 0) % len(parts)]
     mean = share * len(parts) * len(part.microbatches)
     count = math.ceil(mean - 1e-9)  # a product may be rounded up
@@ -209,7 +199,7 @@ def draw(share: float, step: int, program: Program) -> Draw | None:
         return None
     drawn = sorted(sorted(part.microbatches, key=lambda i: microbatch_seed(0, step, 2, i))[:count])
     return part._replace(
-        microbatches={i: part.microbatches[i] for i in drawn}, again=_shared_out(drawn, part.owner, idle)
+        microbatches={i: part.microbatches[i] for i in drawn}, again=_shared_out(drawn, part.owner, waits)
     )
 
 
@@ -342,23 +332,23 @@ class Audit:
     def _start(self, data: torch.Tensor) -> None:
         """Begin to compute what was received again."""
         record = unpacked(data)
-        early, late = record["draw"].again[self.rank]
-        again = self._repetition(record, [*early, *late])
-        again.backward(early)
+        completed, begun, others = record["draw"].again[self.rank]
+        again = self._repetition(record, [*completed, *begun, *others])
+        again.forward([*completed, *begun])
+        again.backward(completed)
         self._again = again
-        if not late:
+        if not begun and not others:
             self._complete()
 
     def _repetition(self, record: Mapping[str, Any], microbatches: Sequence[int]) -> Repetition:
-        """Compute again the forwards of recorded microbatches."""
+        """What computes recorded microbatches again."""
         stage = self._copies[record["draw"].stage]
         return Repetition(stage, record, microbatches, self._generators, self.device)
 
     def while_waiting(self) -> None:
-        """Where this rank only waits until a step ends: complete what is computed again, and make what is sent."""
+        """Where this rank waits in a step: complete what is computed again."""
         try:
             self._complete()
-            self._pack()
         except Exception as error:  # not of the program, which goes on
             self._error = error
 
@@ -383,24 +373,20 @@ class Audit:
             finally:
                 self._error = None  # its traceback has this frame
         self._complete()  # where there was nothing to wait for
-        self._pack()
+        if self._recorder is not None and self._draw is not None:
+            record = self._recorder.record(self.device) | {"draw": self._draw}
+            try:
+                self._data = packed(record, self._draw.stage, self.device)
+            except ValueError as error:
+                raise ValueError(
+                    f"audit: what stage {self._draw.stage} is given cannot be sent to another rank; give it in another "
+                    f"form, or leave audit out ({error})"
+                ) from error
+        self._recorder = None
         reply: Reply = {} if self._data is None else {"record": len(self._data)}
         if self._has_doubts and self._received is not None:
             reply["doubts"] = len(self._received)
         return reply | ({"changed": changed} if (changed := self._weights.changed()) else {})
-
-    def _pack(self) -> None:
-        """Make what the auditors get of what was recorded."""
-        if self._recorder is None or self._draw is None:
-            return
-        record, self._recorder = self._recorder.record(self.device) | {"draw": self._draw}, None
-        try:
-            self._data = packed(record, self._draw.stage, self.device)
-        except ValueError as error:
-            raise ValueError(
-                f"audit: what stage {self._draw.stage} is given cannot be sent to another rank; give it in another "
-                f"form, or leave audit out ({error})"
-            ) from error
 
     def end(self, replies: Sequence[Reply]) -> None:
         """After a step that succeeded on all ranks: pass on what is audited, or decide what was wrong. Collective."""
@@ -433,7 +419,7 @@ class Audit:
         else:
             data = self._receive(auditor, size)
         record = unpacked(data)
-        microbatches = record["draw"].again[auditor][0] + record["draw"].again[auditor][1]
+        microbatches: list[int] = sum(record["draw"].again[auditor], [])
         found = self._repetition(record, microbatches).results()
         self.num_computed += len(found)
         replies = self._control.exchange("audit", {"sums": [found[i] for i in microbatches]})
@@ -674,7 +660,7 @@ def _put(places: _Places, values: Sequence[torch.Tensor]) -> None:
 
 
 class Repetition:
-    """Recorded microbatches of a stage, computed again: the forwards at once, the backwards when they are asked for.
+    """Recorded microbatches of a stage, computed again when they are asked for.
 
     Args:
         stage: one of the same layers; it has no memory of its own, and other weights only while it computes.
@@ -693,28 +679,33 @@ class Repetition:
         self.stage, self.record, self._generators, self._device = stage, record, generators, device
         self._given = {i: record["microbatches"][i] for i in microbatches}
         self._recorder = Recorder(stage, {i: given["splits"] for i, given in self._given.items()})
-        self._left = list(microbatches)
-        """Those without a backward."""
+        self._without_forward, self._without_backward = list(microbatches), list(microbatches)
         made = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in record["parameters"]}
         self._parameters = [made[id(p)] for p in record["parameters"]]
         stage.begin(_work_of(self._given))
         stage.shaped(0, announce=True)
-        with self._as_recorded() as buffers:
-            if stage.grad_dtype is not None:
-                set_grad_dtype(stage.module, stage.grad_dtype)
-            for i, given in self._given.items():
-                _put(buffers, given["buffers"]["F"])
-                generators.restore(given["random"])
-                if stage.held is not None:
-                    stage.held.tensors[i] = {tuple(key): tensor for key, tensor in given["held"]}
-                stage.forward(i, tuple(given["inputs"]), splits=given["splits"])
 
-    def backward(self, microbatches: Sequence[int]) -> None:
-        """Compute the backwards of some."""
-        if not microbatches:
-            return
+    def forward(self, microbatches: Iterable[int]) -> None:
+        """Compute the forwards of some."""
         with self._as_recorded() as buffers:
             for i in microbatches:
+                self._forward(i, buffers)
+
+    def _forward(self, i: int, buffers: _Places) -> None:
+        given = self._given[i]
+        _put(buffers, given["buffers"]["F"])
+        self._generators.restore(given["random"])
+        if self.stage.held is not None:
+            self.stage.held.tensors[i] = {tuple(key): tensor for key, tensor in given["held"]}
+        self.stage.forward(i, tuple(given["inputs"]), splits=given["splits"])
+        self._without_forward.remove(i)
+
+    def backward(self, microbatches: Iterable[int]) -> None:
+        """Compute the backwards of some, after their forwards if these are missing."""
+        with self._as_recorded() as buffers:
+            for i in microbatches:
+                if i in self._without_forward:
+                    self._forward(i, buffers)
                 given = self._given[i]
                 grads = tuple(given["grads"][place] for place in sorted(given["grads"]))
                 if given["splits"]:
@@ -725,12 +716,12 @@ class Repetition:
                 else:
                     _put(buffers, given["buffers"]["B"])
                     self.stage.backward(i, grads)
-                self._left.remove(i)
+                self._without_backward.remove(i)
 
     def results(self) -> dict[int, Sums]:
-        """Compute the remaining backwards; the sums of the results, by microbatch."""
+        """Compute the rest; the sums of the results, by microbatch."""
         try:
-            self.backward(list(self._left))
+            self.backward(list(self._without_backward))
         finally:
             self.stage.end()
         return self._recorder.results
@@ -742,12 +733,16 @@ class Repetition:
         parameters, buffers = (_places(stage.module, owned) for owned in (parameters_of, torch_private.buffers_of))
         states = self._generators.states()
         enabled, dtype = record["autocast"]
+        autocast = torch.autocast(self._device.type, dtype, enabled)
         try:
             _put(parameters, self._parameters)
+            if stage.grad_dtype is not None:
+                set_grad_dtype(stage.module, stage.grad_dtype)
             for inner, is_training in zip(walked(stage.module), record["training"], strict=True):
                 inner.training = is_training
             stage.context.step, stage.context.last = record["step"], record["draw"].last
-            with self._recorder.attached(), torch.autocast(self._device.type, dtype, enabled):
+            # it may be completed in an evaluation, after a step that failed
+            with torch.inference_mode(False), torch.enable_grad(), self._recorder.attached(), autocast:
                 yield buffers
         finally:
             self._generators.restore(states)
