@@ -591,8 +591,7 @@ def make_steps(
     if local.audited:
         assert execution.audit is not None
         audit = Audit(execution.audit, local.audited, transport.exchange, world.control, world.device)
-    while_waiting = None if audit is None else audit.while_waiting
-    ranks = _make_ranks(execution, local, world, transport, copies, while_waiting)
+    ranks = _make_ranks(execution, local, world, transport, copies, audit)
     random = RandomNumbers(
         world.device,
         seed=request.seed,
@@ -637,7 +636,7 @@ def _make_ranks(
     world: World,
     transport: Transport,
     copies: StageCopies,
-    while_waiting: Callable[[], None] | None,
+    audit: Audit | None,
 ) -> LocalRanks:
     """What runs the programs of this process's ranks."""
     device, dimensions = world.device, list(execution.other_dimensions())
@@ -663,5 +662,5 @@ def _make_ranks(
         several_streams=streams,
         why_not_recorded=refusal,
         mesh_groups=mesh_groups,
-        while_waiting=while_waiting,
+        while_waiting=None if audit is None else audit.at_longest_wait,
     )

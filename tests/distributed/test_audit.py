@@ -19,8 +19,7 @@ from torch import nn
 import fastpipe
 from fastpipe import CorruptionError, Pipeline
 from fastpipe.runtime.common import bit_sums, bytes_of, version_of
-from fastpipe.runtime.executor import waits_of
-from fastpipe.runtime.step.audit import Audit, draw, packed, unpacked
+from fastpipe.runtime.step.audit import Audit, draw, packed, unpacked, waits_of
 from fastpipe.testing import flip_bit
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import GroupOf, on_ranks

@@ -7,5 +7,5 @@ Uses: `stage`, `transport`, `model`, `data_parallel`, `common`.
 from __future__ import annotations
 
 from fastpipe.runtime.executor.cuda_graph import RecordedRanks, why_not
-from fastpipe.runtime.executor.executor import Executor, NativeExecutor, Waits, waits_of
+from fastpipe.runtime.executor.executor import Executor, NativeExecutor
 from fastpipe.runtime.executor.ranks import DeviceEvent, DeviceEvents, LocalRanks, Outcome, Spans, executor_class

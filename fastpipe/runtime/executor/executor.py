@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ from fastpipe.runtime import native
 from fastpipe.runtime.common import CPU, Tensors, handed_over, torch_private
 from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, WAYS, PairCounts, Stage, in_turns, last_microbatches, make_helper
 from fastpipe.runtime.transport import Message, Transport
-from fastpipe.simulate import simulate_program
 
 Seconds = npt.NDArray[np.float64]
 OnFailure = Callable[[int, BaseException], None]
@@ -42,8 +41,8 @@ class Executor(ABC):
     Args:
         streams: streams of the stages, by index; empty if all work uses the caller's stream.
         leave_mesh: called in a failed step, before this rank joins a collective of a stage's replicas.
-        while_waiting: called in each step that has not failed, before the instruction that waits longest; see
-            `waits_of`.
+        while_waiting: the position of an instruction that waits, and what is called before it in a step that has not
+            failed.
     """
 
     program: Program
@@ -58,11 +57,13 @@ class Executor(ABC):
     device: torch.device = CPU
     streams: Mapping[int, torch.Stream] = field(default_factory=dict)
     leave_mesh: Callable[[], None] = lambda: None
-    while_waiting: Callable[[], None] | None = None
+    while_waiting: tuple[int, Callable[[], None]] | None = None
 
     def __post_init__(self) -> None:
         columns = self.program.columns[self.rank]
-        self._wait_at = 0 if self.while_waiting is None else waits_of(self.program)[self.rank].position
+        at, call = (0, None) if self.while_waiting is None else self.while_waiting
+        self._wait_at: int = at
+        self._while_waiting: Callable[[], None] | None = call
         self.last = {index: last_microbatches(columns, index) for index in self.stages}
         self._in_turns = partial(in_turns, make_helper(self.num_threads))
         self._prepare()
@@ -136,39 +137,6 @@ class Executor(ABC):
         vars(self).clear()
 
 
-class Waits(NamedTuple):
-    """When a rank waits, in forwards of a stage: a backward takes two, and messages take no time.
-
-    Attributes:
-        before: until its first action.
-        longest: its longest wait after that, until a message comes or, after its last action, until the step ends.
-        position: that of the instruction that waits so long; the program's length if it is the end of the program.
-    """
-
-    before: int
-    longest: int
-    position: int
-
-
-def waits_of(program: Program) -> list[Waits]:
-    """The waits of every rank, as simulated."""
-    timeline, found = simulate_program(program), []
-    end = timeline.start + timeline.makespan
-    for columns, starts, ends in zip(program.columns, timeline.starts, timeline.ends, strict=True):
-        ops = columns[0]
-        computed = np.flatnonzero(ops < Op.POST_RECV)
-        if not len(computed):
-            found.append(Waits(0, 0, len(ops)))
-            continue
-        first, last = computed[[0, -1]]
-        sent = max(np.flatnonzero(ops == Op.SEND), default=last)
-        waits = [(ends[i] - starts[i], i) for i in np.flatnonzero(ops == Op.WAIT_RECV) if i > first]
-        after = [i for i in np.flatnonzero(ops == Op.WAIT_SEND) if i > max(last, sent)]
-        longest, position = max([*waits, (end - ends[last], min(after, default=len(ops)))])
-        found.append(Waits(int(starts[first] - timeline.start), int(longest), int(position)))
-    return found
-
-
 def last_backwards(instructions: Sequence[Instruction]) -> dict[int, int]:
     """Microbatch of each stage's last B or W, if the stage's REDUCE_GRAD follows it directly.
 
@@ -233,7 +201,7 @@ class NativeExecutor(Executor):
             drain=drain,
             in_turns=self._in_turns,
             wait_at=self._wait_at,
-            while_waiting=self.while_waiting,
+            while_waiting=self._while_waiting,
         )
         if spans is None:
             return None
@@ -356,8 +324,8 @@ class PythonExecutor(Executor):
         times = [time.perf_counter()]
         for position, instruction in enumerate(self.instructions):
             self._position = position
-            if position == self._wait_at and self.while_waiting is not None:
-                self._execute(position, (Op.WAIT_SEND, self.while_waiting, f"{_LABEL_PREFIX}waiting"))
+            if position == self._wait_at and self._while_waiting is not None:
+                self._execute(position, (Op.WAIT_SEND, self._while_waiting, f"{_LABEL_PREFIX}waiting"))
             self._execute(position, instruction)
             times.append(time.perf_counter())
         self._position = len(self.instructions)

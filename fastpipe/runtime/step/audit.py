@@ -5,8 +5,7 @@ records them: all that a microbatch is computed from, and sums of the bits of ev
 of inputs, and its part of the gradients of weights. After the step it sends the record, with the stage's weights, to
 the *auditors*. They compute it again in the next step, in a copy of the stage that has no memory in between, where they
 would wait: before their first input comes, and where they wait longest in the step. Each gets as many microbatches as
-fit. If sums differ, all ranks compute them again, and the majority decides which rank was
-wrong.
+fit. If sums differ, all ranks compute them again, and the majority decides which rank was wrong.
 
 Weights at rest are not computed again: each rank compares their sums (`WeightSums`).
 """
@@ -24,6 +23,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize, ref
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -46,7 +46,6 @@ from fastpipe.runtime.common import (
     walked,
 )
 from fastpipe.runtime.coordination import Control, Reply
-from fastpipe.runtime.executor import Waits, waits_of
 from fastpipe.runtime.model import accumulated, as_layers, state_prefix
 from fastpipe.runtime.stage import (
     Current,
@@ -58,6 +57,7 @@ from fastpipe.runtime.stage import (
     microbatch_seed,
     to_tensors,
 )
+from fastpipe.simulate import simulate_program
 
 Exchange = Callable[[int, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """``(peer, tensors, memory for the peer's) -> the peer's``; `fastpipe.runtime.transport.Transport.exchange`."""
@@ -149,6 +149,39 @@ def _parts_of(program: Program) -> list[Draw]:
         last = last_microbatches(program.columns[owner], stage)
         parts.append(Draw(owner, stage, {i: i in split for i in sorted(forwards)}, last, {}))
     return parts
+
+
+class Waits(NamedTuple):
+    """When a rank waits, in forwards of a stage: a backward takes two, and messages take no time.
+
+    Attributes:
+        before: until its first action.
+        longest: its longest wait after that, until a message comes or, after its last action, until the step ends.
+        position: that of the instruction that waits so long; the program's length if it is the end of the program.
+    """
+
+    before: int
+    longest: int
+    position: int
+
+
+def waits_of(program: Program) -> list[Waits]:
+    """The waits of every rank, as simulated."""
+    timeline, found = simulate_program(program), []
+    end = timeline.start + timeline.makespan
+    for columns, starts, ends in zip(program.columns, timeline.starts, timeline.ends, strict=True):
+        ops = columns[0]
+        computed = np.flatnonzero(ops < Op.POST_RECV)
+        if not len(computed):
+            found.append(Waits(0, 0, len(ops)))
+            continue
+        first, last = computed[[0, -1]]
+        sent = max(np.flatnonzero(ops == Op.SEND), default=last)
+        waits = [(ends[i] - starts[i], i) for i in np.flatnonzero(ops == Op.WAIT_RECV) if i > first]
+        after = [i for i in np.flatnonzero(ops == Op.WAIT_SEND) if i > max(last, sent)]
+        longest, position = max([*waits, (end - ends[last], min(after, default=len(ops)))])
+        found.append(Waits(int(starts[first] - timeline.start), int(longest), int(position)))
+    return found
 
 
 def _shared_out(
@@ -344,6 +377,10 @@ class Audit:
         """What computes recorded microbatches again."""
         stage = self._copies[record["draw"].stage]
         return Repetition(stage, record, microbatches, self._generators, self.device)
+
+    def at_longest_wait(self, program: Program, rank: int) -> tuple[int, Callable[[], None]]:
+        """Where a rank waits longest in a program, and what it does there: `Executor.while_waiting`."""
+        return waits_of(program)[rank].position, self.while_waiting
 
     def while_waiting(self) -> None:
         """Where this rank waits in a step: complete what is computed again."""
