@@ -320,8 +320,8 @@ def _cost_arguments(command: Parser) -> None:
         "--lanes",
         choices=("directed", "pair", "coalesced", "group"),
         default="directed",
-        help="which channels share a queue of the transport (directed: none; coalesced: as pair, with a send and a "
-        "receive of one time as one operation)",
+        help="which channels share a queue of the transport: none (directed), those between two ranks (pair; "
+        "coalesced: a send and a receive at one time are one operation), or all (group)",
     )
 
 

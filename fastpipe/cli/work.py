@@ -36,15 +36,26 @@ def schedule_of(
     if arguments.ranks is None or arguments.microbatches is None:
         raise ValueError(f"{name}: give --ranks and --microbatches, such as --ranks 4 --microbatches 8")
     check_size(arguments.ranks, arguments.microbatches)
-    options = dict(arguments.option)
-    if arguments.stages_per_rank is not None:
-        options.setdefault("stages_per_rank", arguments.stages_per_rank)
+    options = _options(arguments)
     if cost is not None:
         parts = options.get("stages_per_rank", find(name).stages_per_rank)
         of_stage = shared_out(cost, parts) if share else cost
         options = {**api.generator_costs(name, of_stage), **options}
     with progress(f"generating {name}"):
         return make_schedule(name, num_ranks=arguments.ranks, num_microbatches=arguments.microbatches, **options)
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of the schedule, each given once."""
+    given = list(arguments.option)
+    if arguments.stages_per_rank is not None:
+        given.append(("stages_per_rank", arguments.stages_per_rank))
+    options: dict[str, Any] = {}
+    for name, value in given:
+        if name in options:
+            raise ValueError(f"--option {name} = {options[name]!r} and {value!r}: give it once")
+        options[name] = value
+    return options
 
 
 def _refuse_numbers(arguments: argparse.Namespace, name: str) -> None:
@@ -67,7 +78,8 @@ def read_schedule(name: str) -> Schedule:
         _refuse_the_rest(document, schedule_document(schedule))
         return schedule
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        text = f"no schedule in this JSON ({type(error).__name__}: {error}); `fastpipe show --json` writes one"
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        text = f"no schedule in this JSON ({what}); `fastpipe show --json` writes one"
         raise ValueError(f"{name}: {text}") from None
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

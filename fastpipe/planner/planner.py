@@ -132,7 +132,8 @@ def _check_search(effort: Any, time_limit: Any, seed: Any) -> None:
     if not is_number(effort) or not 0 <= effort <= _MOST_EFFORT:
         raise ValueError(f"effort = {effort!r}: give a number from 0 to {_MOST_EFFORT:g}")
     if time_limit is not None and (not is_number(time_limit) or not 0 < time_limit <= threading.TIMEOUT_MAX):
-        raise ValueError(f"time_limit = {time_limit!r}: give seconds (at most {threading.TIMEOUT_MAX:.0f}), or None")
+        most = f"{threading.TIMEOUT_MAX:.0f}"
+        raise ValueError(f"time_limit = {time_limit!r}: give seconds above 0, at most {most}, or None")
     if not is_whole(seed):
         raise ValueError(f"seed = {seed!r}: give a whole number of at least 0")
 

@@ -20,7 +20,7 @@ _WIDTH, _HEIGHT = 9.0, 6.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.8, 0.3, 0.75, 0.65
 _SIZE = 9.5
 _POINTS = 72.0
-_ALLOWED = "memory allowed"
+_ALLOWED = "memory limit"
 
 
 class Compared(Protocol):
@@ -48,7 +48,7 @@ def pareto(
     chosen: str | None = None,
     others: Iterable[Compared] = (),
     limit: float | None = None,
-    memory_label: str = "peak memory of a rank (microbatch activations of 1/ranks of the model)",
+    memory_label: str = "peak memory of a rank (activations of its share of the model)",
 ) -> Path:
     """Draw bubble against peak memory: the lower left is best.
 

@@ -283,6 +283,8 @@ def test_a_warning_is_one_line_and_no_error(capsys: Any, tmp_path: Path) -> None
         (["show", "1f1b", "--ranks", "99999999", "--microbatches", "99999999"], "ask for fewer"),
         (["show", "1f1b", *SMALL, "--option", "stages_per_rank"], "NAME=VALUE"),
         (["show", "1f1b", *SMALL, "--option", "colour=3"], "colour"),
+        (["show", "wave_zb", *SMALL, "--option", "memory=8", "--option", "memory=9"], "8 and 9: give it once"),
+        (["show", "wave_zb", *SMALL, "--option", "stages_per_rank=2", "--stages-per-rank", "4"], "2 and 4: give"),
         (["show", "1f1b", *SMALL, "--program", "4"], "0 to 3"),
         (["show", "dualpipev", "--ranks", "4", "--microbatches", "3"], "num_microbatches"),
         (["show", "missing.csv"], "missing.csv"),
