@@ -60,9 +60,9 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--clip", type=positive(float), default=1.0, help="the largest norm of all gradients")
     training.add_argument("--seed", type=int, default=0, help="of weights, batches and sample")
     training.add_argument("--sample", type=positive(int), default=320, help="how many bytes to write at the end")
-    training.add_argument("--checkpoints", type=Path, help="folder to save into, and to go on from if it has some")
-    training.add_argument("--save-every", type=positive(int), default=50, help="how many steps, and at the end")
-    training.add_argument("--memory-copies", type=positive(int), help="of each step, for restarts: on how many hosts")
+    training.add_argument("--checkpoints", type=Path, help="folder to save into, and to resume from")
+    training.add_argument("--save-every", type=positive(int), default=50, help="steps between saves, besides the last")
+    training.add_argument("--memory-copies", type=positive(int), help="hosts with a copy of each step in memory")
     training.add_argument("--out", type=Path, default=Path("runs/train_gpt"), help="folder for the picture")
     return parser.parse_args()
 

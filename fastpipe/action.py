@@ -53,7 +53,7 @@ class Action(NamedTuple):
     Attributes:
         kind: what is done.
         stage: the model's stage. For ``OVERLAP_F_B`` the stage of the forward.
-        microbatch: the microbatch, or ``NONE`` for a kind that has none. For ``OVERLAP_F_B`` that of the forward.
+        microbatch: the microbatch, or ``NONE`` (-1) for a kind that has none. For ``OVERLAP_F_B`` that of the forward.
         pair_stage: the stage of the backward of an ``OVERLAP_F_B``, else ``NONE``.
         pair_microbatch: the microbatch of the backward of an ``OVERLAP_F_B``, else ``NONE``.
     """
@@ -73,7 +73,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read the text form. The whole string or nothing.
+        """Read the text form, which must be the whole string.
 
         Raises:
             ValueError: naming what is wrong with ``text``.

@@ -107,14 +107,13 @@ def compare(
 
     Args:
         schedules: names, or schedules.
-        num_ranks: for those that are names.
-        num_microbatches: the same.
+        num_ranks, num_microbatches: for schedules that are given by name.
         cost: of a rank's whole share of the model; the stages of a schedule with two stages per rank cost half.
         lanes: see `simulate`.
         skip_impossible: give schedules that refuse the numbers, or have no backward, a row that says why.
 
     Returns:
-        A row a schedule, the shortest makespan first, then those that were refused.
+        A row for each schedule, the shortest makespan first, then those that were refused.
 
     Raises:
         ValueError: when a schedule refuses the numbers, or costs are given by stage.

@@ -125,7 +125,7 @@ def check_files(folder: Path) -> Manifest | None:
     """Check presence and size of every file; without a manifest, that no file is newer than the metadata.
 
     Returns:
-        The manifest; None for a checkpoint without one (of DCP alone, or an earlier fastpipe).
+        The manifest; None for a checkpoint without one (of DCP alone).
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.

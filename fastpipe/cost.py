@@ -81,7 +81,7 @@ class CostModel:
                 raise ValueError(f"{field.name} has {len(value)} values for {num_stages} stages: give one per stage")
 
     def per_stage(self, name: str, num_stages: int) -> npt.NDArray[np.float64]:
-        """The attribute called ``name`` as one number per stage: what is not given is found, I and B recompute."""
+        """The attribute ``name``, one number per stage, with defaults filled in; I and B include the recompute."""
         found = {"backward": self._backward, "backward_input": self._backward_input, "kept_bytes": self._kept_bytes}
         if name in found:
             return np.array([found[name](stage) for stage in range(num_stages)], dtype=np.float64)

@@ -28,9 +28,9 @@ class Placement:
     """The rank of every stage, for every route.
 
     Attributes:
-        num_ranks: how many ranks there are.
+        num_ranks: the number of ranks.
         routes: ``routes[k][stage]`` is the rank that computes ``stage`` for the microbatches of route ``k``.
-        name: how it is called in print.
+        name: the name that is printed.
     """
 
     num_ranks: int

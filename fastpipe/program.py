@@ -213,10 +213,10 @@ class Program:
 
     Attributes:
         name: the schedule's name.
-        placement: the stages' ranks.
-        num_microbatches: how many microbatches one step has.
+        placement: the rank of every stage.
+        num_microbatches: the number of microbatches of a step.
         channels: every channel; an instruction names one by its index.
-        columns: one int32 array of shape ``(7, n)`` a rank.
+        columns: for each rank an int32 array of shape ``(7, n)``, with a row for each field of `Instruction`.
         forward_only: whether there is no backward.
     """
 
@@ -272,10 +272,10 @@ class Program:
     def to_csv(self, path: str | Path | None = None) -> str:
         """Write one row per rank, in torch's format of compute with communication; see `Schedule.from_csv`.
 
-        For torch write the file with ``fastpipe convert --to comms``. It has no waits: torch takes a rank to stay at a
-        receive until its message is there, and receives that are posted ahead can have ranks wait for each other, so
-        ``convert`` lowers with ``coalesce=True``. And it adds the REDUCE_GRAD at which torch divides a stage's
-        gradients by the number of microbatches, with UNSHARD and RESHARD.
+        For a file that torch can run use ``fastpipe convert --to comms``. The format has no waits: in torch a receive
+        blocks its rank until the message arrives, so receives that are posted early can make ranks wait for each
+        other. ``convert`` therefore lowers with ``coalesce=True``. It also adds UNSHARD, RESHARD, and the REDUCE_GRAD
+        at which torch divides a stage's gradients by the number of microbatches.
 
         Args:
             path: a file to write; nothing is written without it.

@@ -71,11 +71,11 @@ class Schedule:
     """An order of actions for every rank.
 
     Args:
-        name: how it is called.
-        placement: the stages' ranks.
-        num_microbatches: how many microbatches one step has.
-        columns: one array of shape ``(5, number of actions)`` and dtype int32 a rank, rows as in `Action`.
-        options: the options it was generated with, kept for print.
+        name: the name that is printed.
+        placement: the rank of every stage.
+        num_microbatches: the number of microbatches of a step.
+        columns: for each rank an int32 array of shape ``(5, n)``, with a row for each field of `Action`.
+        options: the options it was generated with, for information.
     """
 
     def __init__(

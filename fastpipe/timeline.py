@@ -56,7 +56,7 @@ class Timeline:
         starts: per rank, the start of every instruction in seconds; NaN for a rank that was not recorded.
         ends: the same for the ends. A SEND lasts as long as its transfer.
         measured: whether it was measured rather than simulated.
-        lanes: which channels shared an in-order lane; a lane a channel unless given.
+        lanes: the lane of every channel. Default: one lane for each channel.
         memory: computes ``peak_bytes``, where costs are known.
     """
 

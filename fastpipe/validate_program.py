@@ -26,20 +26,20 @@ Key = tuple[ChannelKind, int, int]
 
 
 def validate_program(program: Program, *, lanes: Lanes = "directed", queues: int | None = None) -> Program:
-    """Prove that every rank comes to its end, whatever the timing.
+    """Prove that every rank reaches the end of its program, whatever the timing.
 
-    On every channel the order of sends is the order of receives, every slot and send is used rightly, and nothing waits
-    in a cycle even if a send completes only when its receive is posted. Where every channel has a lane of its own, that
-    holds too when receives are made only at their waits, as in a step whose messages are announced by headers. For
-    coalesced lanes, which are not used in such a step, both are proved: as they are, and with a lane for each channel.
+    On every channel the order of sends is the order of receives, every slot is filled, read and freed in turn, and
+    nothing waits in a cycle, even if a send completes only when its receive is posted. If every channel has its own
+    lane, that is also proved with receives that are posted only when they are waited for, as in a step whose messages
+    have headers. Such steps do not use coalesced lanes, so for these both are proved: the coalesced lanes, and a lane
+    for each channel.
 
     Args:
         program: lowered, or loaded from elsewhere.
         lanes: which channels a transport executes in one order; see `fastpipe.machine.lane_numbers`.
-        queues: how many hardware queues the streams of a rank are dealt over (``CUDA_DEVICE_MAX_CONNECTIONS``), where
-            lanes are such streams, as NCCL's are; None where each has its own. With fewer than 32 any streams may
-            share one, and the proof is for the worst, that all do; see `fastpipe.shared_queue`. It takes a message to
-            be one tensor.
+        queues: the number of hardware queues for the streams of a rank (``CUDA_DEVICE_MAX_CONNECTIONS``), if lanes are
+            streams, as with NCCL; None if each has its own. With fewer than 32, any streams may share a queue, and the
+            proof assumes that all do; see `fastpipe.shared_queue`. It assumes that a message is one tensor.
 
     Returns:
         The program.

@@ -24,7 +24,7 @@ _COST_HELP = {
     "activation_bytes": "bytes of a stage's output",
     "stage_bytes": "bytes that a stage holds of a microbatch from F to W or B",
     "recompute": "fraction of F, 0 to 1, that I or B runs again",
-    "kept_bytes": "bytes that it holds from F to I or B beside its input (default: what is not recomputed)",
+    "kept_bytes": "bytes that a stage that recomputes holds from F to I or B beside its input (default: the rest)",
 }
 
 _EPILOG = """\
@@ -150,7 +150,7 @@ def _compare(adder: Any) -> None:
     )
     command.add_argument("names", metavar="NAME", nargs="+", help="schedules, or `all` that take these numbers")
     _count_arguments(command, required=True)
-    _cost_arguments(command)
+    _cost_arguments(command, "of a rank's whole share of the model and one microbatch")
     command.add_argument("--plot", metavar="FILE", help="draw bubble against peak memory (.png, .svg or .pdf)")
 
 
@@ -314,8 +314,11 @@ def _simulation_arguments(command: Parser) -> None:
     command.add_argument("--recv-lookahead", metavar="N", type=_lookahead, default=1, help=_LOOKAHEAD_HELP)
 
 
-def _cost_arguments(command: Parser) -> None:
-    group = _cost_numbers(command, "of one stage and one microbatch; a number, or one per stage (1,1,2)")
+_OF_A_STAGE = "of one stage and one microbatch; a number, or one per stage (1,1,2)"
+
+
+def _cost_arguments(command: Parser, text: str = _OF_A_STAGE) -> None:
+    group = _cost_numbers(command, text)
     group.add_argument(
         "--lanes",
         choices=("directed", "pair", "coalesced", "group"),

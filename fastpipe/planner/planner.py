@@ -328,7 +328,7 @@ class _Planner:
                 self._consider(f"plan from {better.name}, not moved", better.setting, better.schedule())
             if moved.setting.cost.backward is not None:
                 whole = candidates.join_backwards(moved.schedule())
-                self._consider(f"plan from {better.name}, joined", moved.setting, whole)
+                self._consider(f"plan from {better.name}, whole backwards", moved.setting, whole)
 
     def _constructions(self, counts: list[int], depths: list[int], least: int) -> list[Construction]:
         """What list scheduling is asked for: orders on every placement that may gain, at least so many."""

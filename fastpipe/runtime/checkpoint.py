@@ -707,7 +707,7 @@ def load_checkpoint(
     ``rng="per_microbatch"`` random numbers continue in any case, if `torch.manual_seed` was called with the same seed.
 
     Before anything changes, the size and the checksum of every file are verified, a part on each rank. A checkpoint
-    without a manifest (written by DCP alone, or by an earlier fastpipe) logs a warning.
+    without a manifest (written by DCP alone) logs a warning.
 
     Checkpoints must come from a trusted source: `torch.distributed.checkpoint` reads its metadata with pickle, which
     can execute code.
@@ -719,7 +719,7 @@ def load_checkpoint(
         group: the processes that load together; default: all.
 
     Returns:
-        The ``extra`` of the save; None for a checkpoint of another program.
+        The ``extra`` of the save; None for a checkpoint without one, such as one of DCP alone.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.

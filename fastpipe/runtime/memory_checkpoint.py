@@ -234,9 +234,11 @@ class MemoryCheckpoint:
         return None if path is None else load_checkpoint(path, pipe, self._optimizers or None)
 
     def close(self) -> None:
-        """Remove the copies: training has ended, or is saved on disk. Those of a killed job under torchrun are removed
-        when the same user next makes a MemoryCheckpoint on the host; without torchrun they stay in the folder until
-        somebody removes them, or the host restarts."""
+        """Remove the copies, after training has ended or has been saved on disk.
+
+        Those of a killed job under torchrun are removed when the same user next makes a MemoryCheckpoint on the host;
+        without torchrun they stay in the folder until they are deleted by hand, or the host restarts.
+        """
 
         def end() -> Reply:
             self._finish()

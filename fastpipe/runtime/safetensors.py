@@ -51,7 +51,7 @@ def load_safetensors(path: str | os.PathLike[str], pipe: Pipeline) -> None:
     Raises:
         FileNotFoundError: if there are no such files.
         KeyError: for a key that the files lack.
-        ValueError: for another shape, quantized values, or an index that is none.
+        ValueError: for another shape, quantized values, or an invalid index.
         ImportError: without the package safetensors.
         StepError: if another rank cannot load.
     """

@@ -263,6 +263,13 @@ def test_a_warning_is_one_line_and_no_error(capsys: Any, tmp_path: Path) -> None
     assert captured.err.startswith("fastpipe: warning: ") and captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("command", "by_stage"), [("simulate", True), ("compare", False)])
+def test_help_says_whether_costs_can_be_by_stage(command: str, by_stage: bool, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert ("one per stage" in capsys.readouterr().out) == by_stage
+
+
 # Bad input
 
 
