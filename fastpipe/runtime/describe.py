@@ -119,6 +119,7 @@ def split_text(stages: Sequence[Stage]) -> str:
         return f"not split: {WITHOUT_EXTENSION}"
     if all(stage.deferred is None for stage in stages):
         return "split: W computes the weight gradients of linears; the first step shows which"
+    stages = sorted(stages, key=lambda stage: stage.index)
     parameters = [(stage, *pair) for stage in stages for pair in unwrapped(stage.module).named_parameters()]
     named = [(f"{stage.index}.{name}", stage.waits(p)) for stage, name, p in parameters if p.requires_grad]
     whole = Counter(re.sub(r"\d+", "*", name) for name, waits in named if not waits)

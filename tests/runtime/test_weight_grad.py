@@ -192,12 +192,12 @@ def test_describe_tells_what_is_whole_and_what_waited(executor: str) -> None:
 @pytest.mark.usefixtures("extension")
 def test_describe_tells_that_nothing_waits(executor: str) -> None:
     """Without linears there is nothing to split, which is known after a step."""
-    layers: list[nn.Module] = [nn.Conv1d(5, 5, 3, padding=1) for _ in range(2)]
-    pipe = Pipeline(layers, "zb_h1", 2, squared, num_ranks=2, executor=executor)
+    layers: list[nn.Module] = [nn.Conv1d(5, 5, 3, padding=1) for _ in range(4)]
+    pipe = Pipeline(layers, "zbv", 2, squared, num_ranks=2, executor=executor)
     pipe.step(batch_of(4)[0], target=batch_of(4)[1])
-    assert (
-        "split: gradients of 0 of 4 parameters in W; in I (stage.name): *.*.weight (2), *.*.bias (2)" in pipe.describe()
-    )
+    text = pipe.describe()
+    assert "split: gradients of 0 of 8 parameters in W; in I (stage.name): *.*.weight (4), *.*.bias (4)" in text
+    assert text.endswith("by stage: 0: 0, 1: 0, 2: 0, 3: 0"), "in the order of stages, not of ranks"
 
 
 @pytest.mark.parametrize(
