@@ -35,7 +35,7 @@ class PipelineStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """None are used.
+        """Refuse a distributed sampler.
 
         Raises:
             ValueError: if the Trainer asks for a distributed sampler, which would give every rank other rows.
@@ -74,7 +74,7 @@ class PipelineStrategy(DDPStrategy):
         return model
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As DDP's; a "sum" is one over data, of which no process has its own."""
+        """As in DDP, but a sum is not added up over processes, as all have the same data."""
         return tensor if reduce_op == "sum" else super().reduce(tensor, group, reduce_op)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

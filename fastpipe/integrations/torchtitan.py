@@ -75,9 +75,13 @@ def pipeline(
     loss_fn: Any = None,
     **configs: Any,
 ) -> tuple[PipelineSchedule, list[nn.Module], bool, bool]:
-    """Cut a model, also on the meta device, as a ``pipelining_fn`` of torchtitan; ``configs`` instead of ``job_config``
-    are 0.3's. The model's forward skips children that are None, and layers that its ModuleDicts have not. A ValueError
-    names an option of the configuration, or a child of the model.
+    """A ``pipelining_fn`` of torchtitan: split a model, which may be on the meta device, into this process's stages.
+
+    torchtitan 0.2 passes ``job_config``, 0.3 ``configs``. The model's forward must skip children that are None, and
+    layers that are missing from its ModuleDicts.
+
+    Raises:
+        ValueError: naming the option of the configuration, or the child of the model, that is not supported.
     """
     configs.pop("model_config", None)
     settings = {"job_config": job_config} if job_config else configs

@@ -71,7 +71,7 @@ class PipelineTrainer(Trainer):
             raise ValueError(f"n_gpu = {args.n_gpu}: one process uses one GPU; hide the others, or use torchrun")
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's; every process has the same batches, and what is gathered of all is its own."""
+        """As in the Trainer, but every process gets the same batches, and `gather` returns the process's own values."""
         super().create_accelerator_and_postprocess()
         if self.args.world_size > 1:
             same = functools.partial(prepare_data_loader, accelerator=self.accelerator, seed=self.args.data_seed)
@@ -79,14 +79,14 @@ class PipelineTrainer(Trainer):
             self.accelerator.gather = lambda values: values
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """The rows of an optimizer's step, of which no process has others."""
+        """The rows of an optimizer's step, the same in every process."""
         return int(args.train_batch_size * args.gradient_accumulation_steps)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
         return self._local
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Of this process's parameters."""
+        """Make the optimizer of this process's parameters."""
         return super().create_optimizer(self._local)
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:

@@ -130,16 +130,16 @@ class Pipeline:
             ``torch.float32`` for bf16 parameters. Clipping supports them; the optimizer must, too.
         fused_weight_grad: W accumulates a linear's weight gradient in ``.grad`` within its matrix product. Saves a
             temporary and a pass over memory, but rounds differently; see docs/training.md.
-        cache_carried: where ranks have several stages, also a tensor that requires a gradient and that stages pass on
-            (a value of `carry`, for example) crosses to a rank once, and its gradient once back. The gradients of its
-            uses are then summed rank by rank, which rounds differently from the unsplit model; see docs/guide.md.
-            Tensors without a gradient cross once in any case.
-        tied: groups of names of one weight, as in ``[("0.weight", "11.weight")]``: the number of the stage, and the
-            name in it. Not needed for layers of a list that share a Parameter.
+        cache_carried: if ranks have several stages, send a tensor that requires a gradient and that stages pass on (a
+            value of `carry`, for example) to each rank once, and its gradient back once. The gradients of its uses are
+            then summed rank by rank, which rounds differently from the unsplit model; see docs/guide.md. Tensors
+            without a gradient are sent once in any case.
+        tied: groups of names of one weight, as `named_parameters` has them: ``[("0.weight", "11.weight")]``. Not needed
+            for layers of a list that share a Parameter.
         overlap: how pairs of a forward and a backward (``OVERLAP_F_B``) run if the modules have no method for them:
-            ``"always"`` concurrently, the backward in a helper thread; ``"never"``; or ``"auto"``: the faster one by
-            measurement, in order if no core is free, and with the Python executor. In a mesh whose stages run
-            collectives ``"auto"`` lets them take turns at `fastpipe.all_to_all`. ``"always"`` is refused there, and
+            ``"always"``: concurrently, the backward in a helper thread; ``"never"``: in order; ``"auto"``: the faster
+            of these by measurement (in order if no core is free, and with the Python executor). In a mesh whose stages
+            run collectives ``"auto"`` lets them take turns at `fastpipe.all_to_all`. ``"always"`` is refused there, and
             with the Python executor. Results are bit-identical.
         forward_context: a function that gets the value of `fastpipe.current` and returns a context manager, entered
             for every F (the module and its loss).
