@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -156,7 +157,8 @@ def test_the_schedule_of_the_contributing_page(tmp_path: Path, monkeypatch: pyte
     source, look = blocks(REPOSITORY / "CONTRIBUTING.md", "python")
     (tmp_path / "eager.py").write_text(source)
     family = runpy.run_path(str(tmp_path / "eager.py"))["EAGER"]
-    exec(compile(look, "CONTRIBUTING.md", "exec"), {"EAGER": family})
+    monkeypatch.setitem(sys.modules, "fastpipe.schedules.eager", SimpleNamespace(EAGER=family))
+    exec(compile(look, "CONTRIBUTING.md", "exec"), {})
     monkeypatch.setitem(FAMILIES, family.name, family)
     for ranks, microbatches in ((1, 1), (2, 1), (4, 3), (4, 16)):
         schedule = fastpipe.make_schedule("eager_1f1b", num_ranks=ranks, num_microbatches=microbatches)
