@@ -104,6 +104,7 @@ from fastpipe.runtime.step import (
     check_audit,
     check_audited,
     computes_on,
+    longest_wait,
     options_with_stages,
     why_not_reproducible,
 )
@@ -650,6 +651,8 @@ def _make_ranks(
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
     in_mesh = dimensions if world.control.pipeline else []
     mesh_groups = MeshGroups({name: execution.mesh.get_group(name) for name in in_mesh}, device)
+    # without an audit no program is simulated
+    waits: dict[str, Any] = {} if audit is None else {"wait_at": longest_wait, "while_waiting": audit.while_waiting}
     return (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
         stages=local.by_rank,
         executor=world.executor,
@@ -662,5 +665,5 @@ def _make_ranks(
         several_streams=streams,
         why_not_recorded=refusal,
         mesh_groups=mesh_groups,
-        while_waiting=None if audit is None else audit.at_longest_wait,
+        **waits,
     )

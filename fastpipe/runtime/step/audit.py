@@ -62,8 +62,8 @@ from fastpipe.simulate import simulate_program
 Exchange = Callable[[int, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """``(peer, tensors, memory for the peer's) -> the peer's``; `fastpipe.runtime.transport.Transport.exchange`."""
 
-_parts: WeakKeyDictionary[Program, tuple[list[Draw], list[Waits]]] = WeakKeyDictionary()
-"""The parts (`_parts_of`) and waits of programs that pipelines still have."""
+_known: WeakKeyDictionary[Program, tuple[list[Draw], list[Waits]]] = WeakKeyDictionary()
+"""By `_parts_and_waits`, of programs that pipelines still have."""
 
 
 class Draw(NamedTuple):
@@ -165,6 +165,18 @@ class Waits(NamedTuple):
     position: int
 
 
+def _parts_and_waits(program: Program) -> tuple[list[Draw], list[Waits]]:
+    """What is drawn from, and the waits of every rank; computed once for each program."""
+    if program not in _known:
+        _known[program] = _parts_of(program), waits_of(program)
+    return _known[program]
+
+
+def longest_wait(program: Program, rank: int) -> int:
+    """The position at which a rank waits longest; see `Waits`."""
+    return _parts_and_waits(program)[1][rank].position
+
+
 def waits_of(program: Program) -> list[Waits]:
     """The waits of every rank, as simulated."""
     timeline, found = simulate_program(program), []
@@ -222,9 +234,7 @@ def draw(share: float, step: int, program: Program) -> Draw | None:
 
     Each microbatch of each stage is drawn with the probability ``share``; a step audits always as many, or none.
     """
-    if program not in _parts:
-        _parts[program] = _parts_of(program), waits_of(program)
-    parts, waits = _parts[program]
+    parts, waits = _parts_and_waits(program)
     part = parts[microbatch_seed(0, step, 0, 0) % len(parts)]
     mean = share * len(parts) * len(part.microbatches)
     count = math.ceil(mean - 1e-9)  # a product may be rounded up
@@ -378,12 +388,8 @@ class Audit:
         stage = self._copies[record["draw"].stage]
         return Repetition(stage, record, microbatches, self._generators, self.device)
 
-    def at_longest_wait(self, program: Program, rank: int) -> tuple[int, Callable[[], None]]:
-        """Where a rank waits longest in a program, and what it does there: `Executor.while_waiting`."""
-        return waits_of(program)[rank].position, self.while_waiting
-
     def while_waiting(self) -> None:
-        """Where this rank waits in a step: complete what is computed again."""
+        """Where this rank waits longest in a step: complete what is computed again."""
         try:
             self._complete()
         except Exception as error:  # not of the program, which goes on
