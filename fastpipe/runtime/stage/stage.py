@@ -393,6 +393,10 @@ class Stage:
         runtime: Any = native.load()
         return None if runtime is None else runtime.WeightGradients(self.fused_weight_grad)
 
+    def awaits_backward(self, microbatch: int) -> bool:
+        """Whether F of a microbatch has run, and its B or I has not."""
+        return microbatch in self._records
+
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
         """Run B, which adds to the parameters' ``.grad``.
 

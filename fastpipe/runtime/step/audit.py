@@ -18,8 +18,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -587,6 +586,8 @@ class Recorder:
         self.results: dict[int, Sums] = {microbatch: {} for microbatch in splits}
         self._splits, self._generators = splits, generators
         self._given: dict[int, dict[str, Any]] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
+        """The last copy of each buffer, by its id."""
         self._context = stage.context.backward_context
 
     @contextmanager
@@ -619,15 +620,21 @@ class Recorder:
             "inputs": list(inputs),
             "held": [[list(key), tensor] for key, tensor in kept.items()],
             "random": generators.states(),
-            "buffers": {"F": self._buffers()},
             "work": {name: values[microbatch] for name in _WORK if (values := getattr(work, name)) is not None},
             "loss_scale": work.loss_scale,
         }
-        copied: dict[str, Any] = pytree.tree_map(partial(_copied, {}), taken)
-        return copied
+        return {**_copies_of(taken), "buffers": {"F": self._copied_buffers()}}
 
-    def _buffers(self) -> list[torch.Tensor]:
-        return [buffer for *_, buffer in _places(self.stage.module, torch_private.buffers_of)]
+    def _copied_buffers(self) -> list[torch.Tensor]:
+        """Copies of the buffers as they are now; a buffer that has not changed has the same copy as before."""
+        copies = []
+        for *_, buffer in _places(self.stage.module, torch_private.buffers_of):
+            copy = self._buffers.get(id(buffer))
+            # by its bits: batch_norm changes its statistics without a change of their version counters
+            if copy is None or not packing.is_exact_copy(copy, buffer):
+                copy = self._buffers[id(buffer)] = packing.exact_copy(buffer)
+            copies.append(copy)
+        return copies
 
     @contextmanager
     def _backward(self, action: Current) -> Iterator[None]:
@@ -637,8 +644,7 @@ class Recorder:
                 yield
                 return
             if self._generators is not None:  # what the backward recomputes reads those that later forwards have left
-                buffers = pytree.tree_map(partial(_copied, {}), self._buffers())
-                self._given[action.microbatch]["buffers"][action.action] = buffers
+                self._given[action.microbatch]["buffers"][action.action] = self._copied_buffers()
             named = [(name, p) for name, p in self.stage.module.named_parameters() if not _has_hooks(p)]
             before = [p.grad for _, p in named]
             for _, parameter in named:
@@ -671,11 +677,16 @@ class Recorder:
         }
 
 
-def _copied(copies: dict[int, torch.Tensor], leaf: Any) -> Any:
-    """A copy of a tensor, one for all its occurrences; any other value itself."""
-    if isinstance(leaf, torch.Tensor) and id(leaf) not in copies:
-        copies[id(leaf)] = packing.exact_copy(leaf)
-    return copies.get(id(leaf), leaf)
+def _copies_of(tree: Any) -> Any:
+    """The tree with a copy of each tensor, one for all its occurrences."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = packing.exact_copy(tensor)
+        return copies[id(tensor)]
+
+    return pytree.tree_map_only(torch.Tensor, copied, tree)
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:
@@ -720,51 +731,68 @@ class Repetition:
         device: torch.device,
     ) -> None:
         self.stage, self.record, self._generators, self._device = stage, record, generators, device
-        self._given = {i: record["microbatches"][i] for i in microbatches}
-        self._recorder = Recorder(stage, {i: given["splits"] for i, given in self._given.items()})
-        self._without_forward, self._without_backward = list(microbatches), list(microbatches)
+        self._left = {i: record["microbatches"][i] for i in microbatches}
+        """What was recorded of those whose backward is not computed yet."""
+        self._recorder = Recorder(stage, {i: given["splits"] for i, given in self._left.items()})
         made = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in record["parameters"]}
         self._parameters = [made[id(p)] for p in record["parameters"]]
-        stage.begin(_work_of(self._given))
+        stage.begin(_work_of(self._left))
         stage.shaped(0, announce=True)
 
     def forward(self, microbatches: Iterable[int]) -> None:
         """Compute the forwards of some."""
         with self._as_recorded() as buffers:
             for i in microbatches:
-                self._forward(i, buffers)
+                with self._noted(i):
+                    self._forward(i, buffers)
 
     def _forward(self, i: int, buffers: _Places) -> None:
-        given = self._given[i]
-        _put(buffers, given["buffers"]["F"])
+        given = self._left[i]
+        _put(buffers, _copies_of(given["buffers"]["F"]))
         self._generators.restore(given["random"])
         if self.stage.held is not None:
             self.stage.held.tensors[i] = {tuple(key): tensor for key, tensor in given["held"]}
         self.stage.forward(i, tuple(given["inputs"]), splits=given["splits"])
-        self._without_forward.remove(i)
 
     def backward(self, microbatches: Iterable[int]) -> None:
         """Compute the backwards of some, after their forwards if these are missing."""
         with self._as_recorded() as buffers:
             for i in microbatches:
-                if i in self._without_forward:
-                    self._forward(i, buffers)
-                given = self._given[i]
-                grads = tuple(given["grads"][place] for place in sorted(given["grads"]))
-                if given["splits"]:
-                    _put(buffers, given["buffers"]["I"])
-                    self.stage.backward_input(i, grads)
-                    _put(buffers, given["buffers"]["W"])
-                    self.stage.backward_weight(i)
-                else:
-                    _put(buffers, given["buffers"]["B"])
-                    self.stage.backward(i, grads)
-                self._without_backward.remove(i)
+                with self._noted(i):
+                    if not self.stage.awaits_backward(i):
+                        self._forward(i, buffers)
+                    self._backward(i, buffers)
+
+    def _backward(self, i: int, buffers: _Places) -> None:
+        given = self._left[i]
+        grads = tuple(given["grads"][place] for place in sorted(given["grads"]))
+        if given["splits"]:
+            _put(buffers, _copies_of(given["buffers"]["I"]))
+            self.stage.backward_input(i, grads)
+            _put(buffers, _copies_of(given["buffers"]["W"]))
+            self.stage.backward_weight(i)
+        else:
+            _put(buffers, _copies_of(given["buffers"]["B"]))
+            self.stage.backward(i, grads)
+        del self._left[i]
+
+    @contextmanager
+    def _noted(self, microbatch: int) -> Iterator[None]:
+        """Context in which an exception gets a note of what was computed, as the step runs other microbatches."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(Exception):  # a user's exception type may refuse notes
+                error.add_note(
+                    f"fastpipe: raised while an audit computed stage {self.stage.index}, microbatch {microbatch} of "
+                    f"step {self.record['step']} again"
+                )
+            raise
 
     def results(self) -> dict[int, Sums]:
         """Compute the rest; the sums of the results, by microbatch."""
         try:
-            self.backward(list(self._without_backward))
+            self.backward(list(self._left))
         finally:
             self.stage.end()
         return self._recorder.results
