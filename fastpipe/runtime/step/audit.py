@@ -384,8 +384,7 @@ class Audit:
 
     def _repetition(self, record: Mapping[str, Any], microbatches: Sequence[int]) -> Repetition:
         """What computes recorded microbatches again."""
-        stage = self._copies[record["draw"].stage]
-        return Repetition(stage, record, microbatches, self._generators, self.device)
+        return Repetition(self._copies[record["draw"].stage], record, microbatches, self._generators)
 
     def while_waiting(self) -> None:
         """Where this rank waits longest in a step: complete what is computed again."""
@@ -669,7 +668,7 @@ class Recorder:
         return {
             "step": self.stage.context.step,
             "training": [inner.training for inner in walked(module)],
-            "autocast": [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)],
+            "autocast": [kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)],
             "parameters": [own[id(p)] for p in parameters],
             "microbatches": {
                 i: given | {"sums": self.results[i], "splits": self._splits[i]} for i, given in self._given.items()
@@ -719,24 +718,19 @@ class Repetition:
     Args:
         stage: one of the same layers; it has no memory of its own, and other weights only while it computes.
         record: of `Recorder.record`, with its `Draw`.
-        device: where the record's tensors are.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        record: Mapping[str, Any],
-        microbatches: Sequence[int],
-        generators: Generators,
-        device: torch.device,
+        self, stage: Stage, record: Mapping[str, Any], microbatches: Sequence[int], generators: Generators
     ) -> None:
-        self.stage, self.record, self._generators, self._device = stage, record, generators, device
+        self.stage, self.record, self._generators = stage, record, generators
         self._left = {i: record["microbatches"][i] for i in microbatches}
         """What was recorded of those whose backward is not computed yet."""
         self._recorder = Recorder(stage, {i: given["splits"] for i, given in self._left.items()})
         made = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in record["parameters"]}
         self._parameters = [made[id(p)] for p in record["parameters"]]
         stage.begin(_work_of(self._left))
+        stage.context.step, stage.context.last = record["step"], record["draw"].last
         stage.shaped(0, announce=True)
 
     def forward(self, microbatches: Iterable[int]) -> None:
@@ -803,15 +797,13 @@ class Repetition:
         stage, record = self.stage, self.record
         parameters, buffers = (_places(stage.module, owned) for owned in (parameters_of, torch_private.buffers_of))
         states = self._generators.states()
-        enabled, dtype = record["autocast"]
-        autocast = torch.autocast(self._device.type, dtype, enabled)
         try:
             _put(parameters, self._parameters)
             if stage.grad_dtype is not None:
                 set_grad_dtype(stage.module, stage.grad_dtype)
             for inner, is_training in zip(walked(stage.module), record["training"], strict=True):
                 inner.training = is_training
-            stage.context.step, stage.context.last = record["step"], record["draw"].last
+            autocast = torch.autocast(*record["autocast"])
             # it may be completed in an evaluation, after a step that failed
             with torch.inference_mode(False), torch.enable_grad(), self._recorder.attached(), autocast:
                 yield buffers
