@@ -223,7 +223,7 @@ class NativeExecutor(Executor):
             None if parallel is None else partial(self.run_collective, stage),
             parallel.fold if parallel is not None and parallel.folds else None,
             partial(self._fuse, stage) if stage.fuses else None,
-            [index for index, pair in self.stages.items() if stage.fuses_with(pair)] if stage.fuses else (),
+            [index for index, pair in self.stages.items() if stage.fuses_with(pair)],
             self._last_backwards.get(stage.index, NONE),
             stage.context.around,
             (stage.context.step, self.last[stage.index]),
@@ -386,7 +386,7 @@ class PythonExecutor(Executor):
     def overlapped(self, forward: partial[None], backward: partial[None], label: str) -> None:
         """OVERLAP_F_B."""
         stage, pair = forward.args[0], backward.args[0]
-        if stage.fuses and stage.fuses_with(pair) and self._fused(forward.args, backward.args):
+        if stage.fuses_with(pair) and self._fused(forward.args, backward.args):
             self._counts.fused += 1
             return
         labelled = partial(_labelled, label, backward)

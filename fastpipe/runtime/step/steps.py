@@ -485,7 +485,7 @@ class Steps:
         except FailureError as error:
             # on the rank that failed, its own exception says more
             raise error from outcome.error or error.__cause__
-        if request.training and self._has_separate_grads:
+        if self._has_separate_grads:
             self.copies.after_step(not _have_failed(replies))
         return replies
 
