@@ -651,8 +651,6 @@ def _make_ranks(
         logger.warning("cuda_graph: %s; steps run without CUDA graphs", refusal)
     in_mesh = dimensions if world.control.pipeline else []
     mesh_groups = MeshGroups({name: execution.mesh.get_group(name) for name in in_mesh}, device)
-    # without an audit no program is simulated
-    waits: dict[str, Any] = {} if audit is None else {"wait_at": longest_wait, "while_waiting": audit.while_waiting}
     return (RecordedRanks if execution.cuda_graph and not refusal else LocalRanks)(
         stages=local.by_rank,
         executor=world.executor,
@@ -665,5 +663,6 @@ def _make_ranks(
         several_streams=streams,
         why_not_recorded=refusal,
         mesh_groups=mesh_groups,
-        **waits,
+        wait_at=longest_wait,
+        while_waiting=None if audit is None else audit.while_waiting,
     )

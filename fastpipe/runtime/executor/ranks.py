@@ -205,7 +205,7 @@ class LocalRanks:
         several_streams: whether each stage has a stream.
         why_not_recorded: why no step is recorded as a CUDA graph.
         mesh_groups: groups of the stages' own collectives.
-        wait_at: ``(program, rank) -> position``; see `Executor`.
+        wait_at: ``(program, rank) -> position``, called if there is a `while_waiting`; see `Executor`.
         while_waiting: see `Executor`.
 
     Attributes:
@@ -278,7 +278,7 @@ class LocalRanks:
             device=self.device,
             streams=self._streams[rank],
             leave_mesh=self.mesh_groups.end,
-            wait_at=self.wait_at(program, rank),
+            wait_at=0 if self.while_waiting is None else self.wait_at(program, rank),
             while_waiting=self.while_waiting,
         )
 
