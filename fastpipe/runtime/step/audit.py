@@ -775,7 +775,7 @@ class Repetition:
         """Context in which an exception gets a note of what was computed, as the step runs other microbatches."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # raised again
             with suppress(Exception):  # a user's exception type may refuse notes
                 error.add_note(
                     f"fastpipe: raised while an audit computed stage {self.stage.index}, microbatch {microbatch} of "
