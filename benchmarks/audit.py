@@ -23,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt_model import Shape, gpt_layers, loss_fn
 from ranks import ranks
+from sleeping import WIDTH, SleepingStage
 from tables import machine, parser, spread, table
 from text_data import byte_frequencies, random_batches, read_corpus
 
@@ -104,40 +105,16 @@ def measure(options: Any) -> list[list[str]]:
     return rows
 
 
-class Sleeps(torch.autograd.Function):
-    """Identity that takes its time, and twice as much in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        time.sleep(2 * ctx.seconds)
-        return grad, None
-
-
-class SleepingLayer(torch.nn.Module):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.linear, self.seconds = torch.nn.Linear(4, 4), seconds
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Sleeps.apply(self.linear(x), self.seconds)  # type: ignore[no-untyped-call,no-any-return]
-
-
 class SleepingSteps:
-    """Steps of a pipeline of sleeping layers."""
+    """Steps of a pipeline of stages that sleep as long in their F, I and W."""
 
     def __init__(self, schedule: str, options: Any, audit: float | None) -> None:
         shape = {"num_ranks": torch.distributed.get_world_size(), "num_microbatches": options.microbatches}
         stages = fastpipe.make_schedule(schedule, **shape).placement.num_stages
-        layers = [SleepingLayer(1e-3 * options.sleep) for _ in range(stages)]
+        layers = [SleepingStage(lambda _: time.sleep(1e-3 * options.sleep)) for _ in range(stages)]
         mse = torch.nn.functional.mse_loss
         self.pipe = fastpipe.Pipeline(layers, schedule, options.microbatches, loss_fn=mse, audit=audit)
-        self.x, self.steps = torch.randn(options.microbatches, 4), options.steps
+        self.x, self.steps = torch.randn(options.microbatches, WIDTH), options.steps
 
     def run(self) -> float:
         """Seconds of a step."""

@@ -15,28 +15,30 @@ Pause = Callable[[str], None]
 
 
 class PauseInBackward(torch.autograd.Function):
-    """Belongs to I, as it has no weight."""
+    """Identity that pauses when its gradient comes: that of a weight comes in W, that of an output in I."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pause: Pause) -> Tensor:
-        ctx.pause = pause
+    def forward(ctx: Any, x: Tensor, pause: Pause, kind: str) -> Tensor:
+        ctx.pause, ctx.kind = pause, kind
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.pause("I")
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        ctx.pause(ctx.kind)
+        return grad, None, None
 
 
 class SleepingStage(nn.Module):
-    """A tiny linear between pauses: a hook of its weight makes one when the weight's gradient comes, which is in W."""
+    """A tiny linear between pauses. No hook makes one: an audit computes a stage again without its hooks."""
 
     def __init__(self, pause: Pause) -> None:
         super().__init__()
         self.pause = pause
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.linear.weight.register_hook(lambda _: pause("W"))
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         self.pause("F")
-        return PauseInBackward.apply(self.linear(x), self.pause)  # type: ignore[no-untyped-call,no-any-return]
+        return self._paused(nn.functional.linear(x, self._paused(self.weight, "W")), "I")
+
+    def _paused(self, x: Tensor, kind: str) -> Tensor:
+        return PauseInBackward.apply(x, self.pause, kind)  # type: ignore[no-untyped-call,no-any-return]

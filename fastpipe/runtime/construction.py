@@ -104,6 +104,7 @@ from fastpipe.runtime.step import (
     check_audit,
     check_audited,
     computes_on,
+    longest_wait,
     options_with_stages,
     why_not_reproducible,
 )
@@ -662,5 +663,6 @@ def _make_ranks(
         several_streams=streams,
         why_not_recorded=refusal,
         mesh_groups=mesh_groups,
-        while_waiting=None if audit is None else audit.at_longest_wait,
+        wait_at=longest_wait,
+        while_waiting=None if audit is None else audit.while_waiting,
     )

@@ -7,6 +7,7 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +19,9 @@ from torch import nn
 
 import fastpipe
 from fastpipe import CorruptionError, Pipeline
-from fastpipe.runtime.common import bit_sums, bytes_of, version_of
-from fastpipe.runtime.step.audit import Audit, draw, packed, unpacked, waits_of
+from fastpipe.runtime.common import CPU, bit_sums, bytes_of, packing, version_of
+from fastpipe.runtime.stage import Generators, Stage, StageWork
+from fastpipe.runtime.step.audit import Audit, Draw, Recorder, Repetition, draw, packed, unpacked, waits_of
 from fastpipe.testing import flip_bit
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import GroupOf, on_ranks
@@ -595,6 +597,40 @@ def recomputes_with_buffers(schedule: str, recompute: str) -> int:
     return pipe._steps.audit.num_computed
 
 
+class Reads(Counts):
+    """Its backward reads the number of its forwards, too; a buffer of its own never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([1.0, torch.nan]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x) * self.scale[0]
+        out.register_hook(lambda grad: grad * self.count)
+        return out
+
+
+def test_an_unchanged_buffer_is_copied_once() -> None:
+    """What is computed again may change it: here the first backward and the second forward start from the same one."""
+    module, xs = Reads(), torch.randn(2, 4, WIDTH)
+    stage, copy = (Stage(0, one, num_stages=2) for one in (module, deepcopy(module).to("meta")))
+    recorder = Recorder(stage, {0: False, 1: False}, Generators(CPU))
+    stage.begin(StageWork(args=[(x,) for x in xs]))
+    with recorder.attached():
+        for i in range(2):
+            (out,) = stage.forward(i, ())
+            stage.backward(i, (torch.ones_like(out),))
+    drawn = Draw(0, 0, {0: False, 1: False}, (1, 1, 1), {})
+    record = unpacked(packed(recorder.record(CPU) | {"draw": drawn}, 0, CPU))
+    buffers = [given["buffers"][action] for given in record["microbatches"].values() for action in "FB"]
+    counts, scales = zip(*buffers, strict=True)
+    assert [float(count) for count in counts] == [0, 1, 1, 2]
+    assert counts[1] is counts[2] and len(set(map(id, scales))) == 1
+    again = Repetition(copy, record, [0, 1], Generators(CPU))
+    again.forward([0, 1])
+    assert again.results() == recorder.results
+
+
 @pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "full"), ("zbv", "layers")])
 def test_buffers_that_change_before_a_recompute(schedule: str, recompute: str, group_of: GroupOf) -> None:
     assert sum(group_of(2).run(recomputes_with_buffers, schedule, recompute)) == 3 * COUNT
@@ -629,7 +665,7 @@ def test_an_error_before_a_step_in_what_is_computed_again_fails_one_step() -> No
     audit = pipe._steps.audit
     assert audit is not None
     (auditor,) = first_draw("1f1b", 0, pipe)[1]
-    copy, failures = audit._copies[0], 0
+    copy, failures, notes = audit._copies[0], 0, ""
 
     def fails_once(*args: Any) -> None:
         del copy.backward
@@ -642,9 +678,13 @@ def test_an_error_before_a_step_in_what_is_computed_again_fails_one_step() -> No
     for _ in range(20):
         try:
             pipe.step(x, target=target)
-        except (ArithmeticError, fastpipe.StepError):
+        except (ArithmeticError, fastpipe.StepError) as error:
             failures += 1
+            notes = "\n".join(getattr(error, "__notes__", []))
     assert failures == 1
+    if dist.get_rank() == auditor:
+        step = first_draw("1f1b", 0, pipe)[0]
+        assert f"raised while an audit computed stage 0, microbatch 0 of step {step} again" in notes
 
 
 def test_one_flipped_bit_changes_a_sum() -> None:
@@ -664,6 +704,17 @@ def test_a_sum_is_of_the_values_that_are_read() -> None:
     turned = torch.randn(7, 5, dtype=torch.complex64).conj()
     for tensor in (turned, turned.imag, turned[:, 1:]):
         assert bit_sums([tensor]) == bit_sums([tensor.resolve_conj().resolve_neg()])
+
+
+def test_what_an_exact_copy_is_of() -> None:
+    base = torch.randn(4, 4)
+    base[0, 0], base[0, 1] = torch.nan, 0.0
+    for tensor in [base, base.t(), base[1:, 1:], base[:, :1].expand(4, 3), base[:0], base.to(torch.complex64).conj()]:
+        assert packing.is_exact_copy(packing.exact_copy(tensor), tensor)
+    other = base.clone()
+    other[0, 1] = -0.0
+    for tensor in [other, base.t(), base.double(), base[:2], base.clone().requires_grad_()]:
+        assert not packing.is_exact_copy(packing.exact_copy(base), tensor)
 
 
 def test_packed_tensors_keep_their_bits_and_lie_as_before() -> None:

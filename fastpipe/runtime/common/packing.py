@@ -70,8 +70,12 @@ def pack(memories: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> N
     """Copy tensors to their `PackedTensor.memory`."""
     with torch.no_grad():
         for memory, tensor in zip(memories, tensors, strict=True):
-            # as bytes: torch does not copy all dtypes, such as int4
-            memory.copy_(tensor.as_strided((len(memory) // tensor.itemsize,), (1,)).view(torch.uint8))
+            memory.copy_(_memory_of(tensor, len(memory)))
+
+
+def _memory_of(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """As bytes: torch does not copy all dtypes, such as int4."""
+    return tensor.as_strided((length // tensor.itemsize,), (1,)).view(torch.uint8)
 
 
 def write_text(block: torch.Tensor, text: bytes) -> None:
@@ -94,3 +98,11 @@ def exact_copy(tensor: torch.Tensor) -> torch.Tensor:
     block = torch.empty(size, dtype=torch.uint8, device=tensor.device)
     pack([place.memory(block)], [tensor])
     return place.view(block)
+
+
+def is_exact_copy(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a result of `exact_copy` is what it would be of this tensor."""
+    with torch.no_grad():
+        tensor = tensor.resolve_conj().resolve_neg()
+        ((place,), _), ((own,), _) = lay_out([copy]), lay_out([tensor])
+        return place == own and torch.equal(*(_memory_of(found, place.length) for found in (copy, tensor)))

@@ -41,8 +41,7 @@ class Executor(ABC):
     Args:
         streams: streams of the stages, by index; empty if all work uses the caller's stream.
         leave_mesh: called in a failed step, before this rank joins a collective of a stage's replicas.
-        while_waiting: the position of an instruction that waits, and what is called before it in a step that has not
-            failed.
+        while_waiting: called before the instruction at ``wait_at``, in a step that has not failed.
     """
 
     program: Program
@@ -57,13 +56,11 @@ class Executor(ABC):
     device: torch.device = CPU
     streams: Mapping[int, torch.Stream] = field(default_factory=dict)
     leave_mesh: Callable[[], None] = lambda: None
-    while_waiting: tuple[int, Callable[[], None]] | None = None
+    wait_at: int = 0
+    while_waiting: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         columns = self.program.columns[self.rank]
-        at, call = (0, None) if self.while_waiting is None else self.while_waiting
-        self._wait_at: int = at
-        self._while_waiting: Callable[[], None] | None = call
         self.last = {index: last_microbatches(columns, index) for index in self.stages}
         self._in_turns = partial(in_turns, make_helper(self.num_threads))
         self._prepare()
@@ -200,8 +197,8 @@ class NativeExecutor(Executor):
             trace=trace,
             drain=drain,
             in_turns=self._in_turns,
-            wait_at=self._wait_at,
-            while_waiting=self._while_waiting,
+            wait_at=self.wait_at,
+            while_waiting=self.while_waiting,
         )
         if spans is None:
             return None
@@ -226,7 +223,7 @@ class NativeExecutor(Executor):
             None if parallel is None else partial(self.run_collective, stage),
             parallel.fold if parallel is not None and parallel.folds else None,
             partial(self._fuse, stage) if stage.fuses else None,
-            [index for index, pair in self.stages.items() if stage.fuses_with(pair)] if stage.fuses else (),
+            [index for index, pair in self.stages.items() if stage.fuses_with(pair)],
             self._last_backwards.get(stage.index, NONE),
             stage.context.around,
             (stage.context.step, self.last[stage.index]),
@@ -324,8 +321,8 @@ class PythonExecutor(Executor):
         times = [time.perf_counter()]
         for position, instruction in enumerate(self.instructions):
             self._position = position
-            if position == self._wait_at and self._while_waiting is not None:
-                self._execute(position, (Op.WAIT_SEND, self._while_waiting, f"{_LABEL_PREFIX}waiting"))
+            if position == self.wait_at and self.while_waiting is not None:
+                self._execute(position, (Op.WAIT_SEND, self.while_waiting, f"{_LABEL_PREFIX}waiting"))
             self._execute(position, instruction)
             times.append(time.perf_counter())
         self._position = len(self.instructions)
@@ -389,7 +386,7 @@ class PythonExecutor(Executor):
     def overlapped(self, forward: partial[None], backward: partial[None], label: str) -> None:
         """OVERLAP_F_B."""
         stage, pair = forward.args[0], backward.args[0]
-        if stage.fuses and stage.fuses_with(pair) and self._fused(forward.args, backward.args):
+        if stage.fuses_with(pair) and self._fused(forward.args, backward.args):
             self._counts.fused += 1
             return
         labelled = partial(_labelled, label, backward)

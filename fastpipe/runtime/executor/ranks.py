@@ -205,7 +205,8 @@ class LocalRanks:
         several_streams: whether each stage has a stream.
         why_not_recorded: why no step is recorded as a CUDA graph.
         mesh_groups: groups of the stages' own collectives.
-        while_waiting: by program and rank; see `Executor`.
+        wait_at: ``(program, rank) -> position``, called if there is a `while_waiting`; see `Executor`.
+        while_waiting: see `Executor`.
 
     Attributes:
         all_stages: the stages of all local ranks.
@@ -226,7 +227,8 @@ class LocalRanks:
     several_streams: bool = False
     why_not_recorded: str = ""
     mesh_groups: MeshGroups = field(default_factory=MeshGroups)
-    while_waiting: Callable[[Program, int], tuple[int, Callable[[], None]]] | None = None
+    wait_at: Callable[[Program, int], int] = lambda program, rank: 0
+    while_waiting: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.device_events = DeviceEvents()
@@ -276,7 +278,8 @@ class LocalRanks:
             device=self.device,
             streams=self._streams[rank],
             leave_mesh=self.mesh_groups.end,
-            while_waiting=None if self.while_waiting is None else self.while_waiting(program, rank),
+            wait_at=0 if self.while_waiting is None else self.wait_at(program, rank),
+            while_waiting=self.while_waiting,
         )
 
     def check_modes(self) -> None:

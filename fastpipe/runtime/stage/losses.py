@@ -382,12 +382,13 @@ class StageLosses:
 
     def attached(self, microbatch: int, outputs: Tensors) -> Tensors:
         """The outputs, with the added losses attached to one of them; ValueError if none requires a gradient."""
-        share = self._scaled_up(self._share_added(microbatch))
+        share = self._share_added(microbatch)
         if share is None:
             return outputs
+        root = self._scaled_up(share)
         for i, output in enumerate(outputs):
             if output.requires_grad:
-                entered = deliver(output, {0: share}, {0: torch.ones_like(share)})
+                entered = deliver(output, {0: root}, {0: torch.ones_like(root)})
                 return *outputs[:i], entered, *outputs[i + 1 :]
         raise ValueError(
             f"add_loss: stage {self.stage} adds a loss that requires a gradient, and no output of the stage requires "
@@ -439,9 +440,7 @@ class StageLosses:
         if metrics:
             work.metrics[microbatch] = list(metrics.items())
         share = self._share_added(microbatch)
-        root = self._scaled_up(scaled if share is None else scaled + share)
-        assert root is not None
-        return root
+        return self._scaled_up(scaled if share is None else scaled + share)
 
     def _share_added(self, microbatch: int) -> torch.Tensor | None:
         """Store the added losses; returns their share of the batch's loss."""
@@ -450,10 +449,10 @@ class StageLosses:
         self.work.added[microbatch] = self.added.detached()
         return self.added.share(self._divisor(microbatch)) if torch.is_grad_enabled() else None
 
-    def _scaled_up(self, root: torch.Tensor | None) -> torch.Tensor | None:
+    def _scaled_up(self, root: torch.Tensor) -> torch.Tensor:
         """A backward's root times the loss scale."""
         scale = self.work.loss_scale
-        return root if scale is None or root is None or not torch.is_grad_enabled() else root * scale
+        return root if scale is None or not torch.is_grad_enabled() else root * scale
 
     def _divisor(self, microbatch: int) -> float | None:
         return None if self.work.divisors is None else self.work.divisors[microbatch]

@@ -6,10 +6,9 @@ autograd, which the native executor runs in C++, and the Python executor by the 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,7 +63,7 @@ class Record:
     weights: Any
 
 
-_NOTHING = contextlib.nullcontext()
+_NOTHING = nullcontext()
 
 
 class Stage:
@@ -393,6 +392,10 @@ class Stage:
         runtime: Any = native.load()
         return None if runtime is None else runtime.WeightGradients(self.fused_weight_grad)
 
+    def awaits_backward(self, microbatch: int) -> bool:
+        """Whether F of a microbatch has run, and its B or I has not."""
+        return microbatch in self._records
+
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
         """Run B, which adds to the parameters' ``.grad``.
 
@@ -405,7 +408,7 @@ class Stage:
     def _differentiate(self, microbatch: int, grads: Tensors) -> Tensors:
         record = self._records.pop(microbatch)
         roots = [output for output in record.outputs if output.requires_grad]
-        with contextlib.nullcontext() if self.random is None else self.random.guard.backward():
+        with _NOTHING if self.random is None else self.random.guard.backward():
             if roots:
                 torch.autograd.backward(roots, self._root_grads(microbatch, record.outputs, grads))
         return self._input_grads(record)
@@ -446,7 +449,7 @@ class Stage:
         if weights is None:  # I has computed all; the user's context sees W all the same
             with self.context.as_current(Op.W, microbatch), self.context.around_backward():
                 return
-        region = contextlib.nullcontext() if self.random is None else self.random.guard.backward(whole=False)
+        region = _NOTHING if self.random is None else self.random.guard.backward(whole=False)
         # a weight may be computed in a checkpoint, whose recompute must equal its forward
         armed = weights.armed(backward=True)
         with self.context.as_current(Op.W, microbatch), self.context.around_backward(), region, armed:

@@ -6,7 +6,14 @@ Uses: `executor` and all below, `coordination`.
 
 from __future__ import annotations
 
-from fastpipe.runtime.step.audit import Audit, check_audit, check_audited, computes_on, why_not_reproducible
+from fastpipe.runtime.step.audit import (
+    Audit,
+    check_audit,
+    check_audited,
+    computes_on,
+    longest_wait,
+    why_not_reproducible,
+)
 from fastpipe.runtime.step.clip import GradNorms, Norm, clip_grad_norm
 from fastpipe.runtime.step.inputs import BatchArguments, Request, by_microbatch
 from fastpipe.runtime.step.microbatch import (

@@ -18,8 +18,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -62,8 +61,8 @@ from fastpipe.simulate import simulate_program
 Exchange = Callable[[int, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """``(peer, tensors, memory for the peer's) -> the peer's``; `fastpipe.runtime.transport.Transport.exchange`."""
 
-_parts: WeakKeyDictionary[Program, tuple[list[Draw], list[Waits]]] = WeakKeyDictionary()
-"""The parts (`_parts_of`) and waits of programs that pipelines still have."""
+_known: WeakKeyDictionary[Program, tuple[list[Draw], list[Waits]]] = WeakKeyDictionary()
+"""By `_parts_and_waits`, of programs that pipelines still have."""
 
 
 class Draw(NamedTuple):
@@ -165,6 +164,18 @@ class Waits(NamedTuple):
     position: int
 
 
+def _parts_and_waits(program: Program) -> tuple[list[Draw], list[Waits]]:
+    """What is drawn from, and the waits of every rank; computed once for each program."""
+    if program not in _known:
+        _known[program] = _parts_of(program), waits_of(program)
+    return _known[program]
+
+
+def longest_wait(program: Program, rank: int) -> int:
+    """The position at which a rank waits longest; see `Waits`."""
+    return _parts_and_waits(program)[1][rank].position
+
+
 def waits_of(program: Program) -> list[Waits]:
     """The waits of every rank, as simulated."""
     timeline, found = simulate_program(program), []
@@ -222,9 +233,7 @@ def draw(share: float, step: int, program: Program) -> Draw | None:
 
     Each microbatch of each stage is drawn with the probability ``share``; a step audits always as many, or none.
     """
-    if program not in _parts:
-        _parts[program] = _parts_of(program), waits_of(program)
-    parts, waits = _parts[program]
+    parts, waits = _parts_and_waits(program)
     part = parts[microbatch_seed(0, step, 0, 0) % len(parts)]
     mean = share * len(parts) * len(part.microbatches)
     count = math.ceil(mean - 1e-9)  # a product may be rounded up
@@ -375,15 +384,10 @@ class Audit:
 
     def _repetition(self, record: Mapping[str, Any], microbatches: Sequence[int]) -> Repetition:
         """What computes recorded microbatches again."""
-        stage = self._copies[record["draw"].stage]
-        return Repetition(stage, record, microbatches, self._generators, self.device)
-
-    def at_longest_wait(self, program: Program, rank: int) -> tuple[int, Callable[[], None]]:
-        """Where a rank waits longest in a program, and what it does there: `Executor.while_waiting`."""
-        return waits_of(program)[rank].position, self.while_waiting
+        return Repetition(self._copies[record["draw"].stage], record, microbatches, self._generators)
 
     def while_waiting(self) -> None:
-        """Where this rank waits in a step: complete what is computed again."""
+        """Where this rank waits longest in a step: complete what is computed again."""
         try:
             self._complete()
         except Exception as error:  # not of the program, which goes on
@@ -581,6 +585,8 @@ class Recorder:
         self.results: dict[int, Sums] = {microbatch: {} for microbatch in splits}
         self._splits, self._generators = splits, generators
         self._given: dict[int, dict[str, Any]] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
+        """The last copy of each buffer, by its id."""
         self._context = stage.context.backward_context
 
     @contextmanager
@@ -613,15 +619,21 @@ class Recorder:
             "inputs": list(inputs),
             "held": [[list(key), tensor] for key, tensor in kept.items()],
             "random": generators.states(),
-            "buffers": {"F": self._buffers()},
             "work": {name: values[microbatch] for name in _WORK if (values := getattr(work, name)) is not None},
             "loss_scale": work.loss_scale,
         }
-        copied: dict[str, Any] = pytree.tree_map(partial(_copied, {}), taken)
-        return copied
+        return {**_copies_of(taken), "buffers": {"F": self._copied_buffers()}}
 
-    def _buffers(self) -> list[torch.Tensor]:
-        return [buffer for *_, buffer in _places(self.stage.module, torch_private.buffers_of)]
+    def _copied_buffers(self) -> list[torch.Tensor]:
+        """Copies of the buffers as they are now; a buffer that has not changed has the same copy as before."""
+        copies = []
+        for *_, buffer in _places(self.stage.module, torch_private.buffers_of):
+            copy = self._buffers.get(id(buffer))
+            # by its bits: batch_norm changes its statistics without a change of their version counters
+            if copy is None or not packing.is_exact_copy(copy, buffer):
+                copy = self._buffers[id(buffer)] = packing.exact_copy(buffer)
+            copies.append(copy)
+        return copies
 
     @contextmanager
     def _backward(self, action: Current) -> Iterator[None]:
@@ -631,8 +643,7 @@ class Recorder:
                 yield
                 return
             if self._generators is not None:  # what the backward recomputes reads those that later forwards have left
-                buffers = pytree.tree_map(partial(_copied, {}), self._buffers())
-                self._given[action.microbatch]["buffers"][action.action] = buffers
+                self._given[action.microbatch]["buffers"][action.action] = self._copied_buffers()
             named = [(name, p) for name, p in self.stage.module.named_parameters() if not _has_hooks(p)]
             before = [p.grad for _, p in named]
             for _, parameter in named:
@@ -657,7 +668,7 @@ class Recorder:
         return {
             "step": self.stage.context.step,
             "training": [inner.training for inner in walked(module)],
-            "autocast": [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)],
+            "autocast": [kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)],
             "parameters": [own[id(p)] for p in parameters],
             "microbatches": {
                 i: given | {"sums": self.results[i], "splits": self._splits[i]} for i, given in self._given.items()
@@ -665,11 +676,16 @@ class Recorder:
         }
 
 
-def _copied(copies: dict[int, torch.Tensor], leaf: Any) -> Any:
-    """A copy of a tensor, one for all its occurrences; any other value itself."""
-    if isinstance(leaf, torch.Tensor) and id(leaf) not in copies:
-        copies[id(leaf)] = packing.exact_copy(leaf)
-    return copies.get(id(leaf), leaf)
+def _copies_of(tree: Any) -> Any:
+    """The tree with a copy of each tensor, one for all its occurrences."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = packing.exact_copy(tensor)
+        return copies[id(tensor)]
+
+    return pytree.tree_map_only(torch.Tensor, copied, tree)
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:
@@ -702,63 +718,75 @@ class Repetition:
     Args:
         stage: one of the same layers; it has no memory of its own, and other weights only while it computes.
         record: of `Recorder.record`, with its `Draw`.
-        device: where the record's tensors are.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        record: Mapping[str, Any],
-        microbatches: Sequence[int],
-        generators: Generators,
-        device: torch.device,
+        self, stage: Stage, record: Mapping[str, Any], microbatches: Sequence[int], generators: Generators
     ) -> None:
-        self.stage, self.record, self._generators, self._device = stage, record, generators, device
-        self._given = {i: record["microbatches"][i] for i in microbatches}
-        self._recorder = Recorder(stage, {i: given["splits"] for i, given in self._given.items()})
-        self._without_forward, self._without_backward = list(microbatches), list(microbatches)
+        self.stage, self.record, self._generators = stage, record, generators
+        self._left = {i: record["microbatches"][i] for i in microbatches}
+        """What was recorded of those whose backward is not computed yet."""
+        self._recorder = Recorder(stage, {i: given["splits"] for i, given in self._left.items()})
         made = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in record["parameters"]}
         self._parameters = [made[id(p)] for p in record["parameters"]]
-        stage.begin(_work_of(self._given))
+        stage.begin(_work_of(self._left))
+        stage.context.step, stage.context.last = record["step"], record["draw"].last
         stage.shaped(0, announce=True)
 
     def forward(self, microbatches: Iterable[int]) -> None:
         """Compute the forwards of some."""
         with self._as_recorded() as buffers:
             for i in microbatches:
-                self._forward(i, buffers)
+                with self._noted(i):
+                    self._forward(i, buffers)
 
     def _forward(self, i: int, buffers: _Places) -> None:
-        given = self._given[i]
-        _put(buffers, given["buffers"]["F"])
+        given = self._left[i]
+        _put(buffers, _copies_of(given["buffers"]["F"]))
         self._generators.restore(given["random"])
         if self.stage.held is not None:
             self.stage.held.tensors[i] = {tuple(key): tensor for key, tensor in given["held"]}
         self.stage.forward(i, tuple(given["inputs"]), splits=given["splits"])
-        self._without_forward.remove(i)
 
     def backward(self, microbatches: Iterable[int]) -> None:
         """Compute the backwards of some, after their forwards if these are missing."""
         with self._as_recorded() as buffers:
             for i in microbatches:
-                if i in self._without_forward:
-                    self._forward(i, buffers)
-                given = self._given[i]
-                grads = tuple(given["grads"][place] for place in sorted(given["grads"]))
-                if given["splits"]:
-                    _put(buffers, given["buffers"]["I"])
-                    self.stage.backward_input(i, grads)
-                    _put(buffers, given["buffers"]["W"])
-                    self.stage.backward_weight(i)
-                else:
-                    _put(buffers, given["buffers"]["B"])
-                    self.stage.backward(i, grads)
-                self._without_backward.remove(i)
+                with self._noted(i):
+                    if not self.stage.awaits_backward(i):
+                        self._forward(i, buffers)
+                    self._backward(i, buffers)
+
+    def _backward(self, i: int, buffers: _Places) -> None:
+        given = self._left[i]
+        grads = tuple(given["grads"][place] for place in sorted(given["grads"]))
+        if given["splits"]:
+            _put(buffers, _copies_of(given["buffers"]["I"]))
+            self.stage.backward_input(i, grads)
+            _put(buffers, _copies_of(given["buffers"]["W"]))
+            self.stage.backward_weight(i)
+        else:
+            _put(buffers, _copies_of(given["buffers"]["B"]))
+            self.stage.backward(i, grads)
+        del self._left[i]
+
+    @contextmanager
+    def _noted(self, microbatch: int) -> Iterator[None]:
+        """Context in which an exception gets a note of what was computed, as the step runs other microbatches."""
+        try:
+            yield
+        except Exception as error:  # raised again
+            with suppress(Exception):  # a user's exception type may refuse notes
+                error.add_note(
+                    f"fastpipe: raised while an audit computed stage {self.stage.index}, microbatch {microbatch} of "
+                    f"step {self.record['step']} again"
+                )
+            raise
 
     def results(self) -> dict[int, Sums]:
         """Compute the rest; the sums of the results, by microbatch."""
         try:
-            self.backward(list(self._without_backward))
+            self.backward(list(self._left))
         finally:
             self.stage.end()
         return self._recorder.results
@@ -769,15 +797,13 @@ class Repetition:
         stage, record = self.stage, self.record
         parameters, buffers = (_places(stage.module, owned) for owned in (parameters_of, torch_private.buffers_of))
         states = self._generators.states()
-        enabled, dtype = record["autocast"]
-        autocast = torch.autocast(self._device.type, dtype, enabled)
         try:
             _put(parameters, self._parameters)
             if stage.grad_dtype is not None:
                 set_grad_dtype(stage.module, stage.grad_dtype)
             for inner, is_training in zip(walked(stage.module), record["training"], strict=True):
                 inner.training = is_training
-            stage.context.step, stage.context.last = record["step"], record["draw"].last
+            autocast = torch.autocast(*record["autocast"])
             # it may be completed in an evaluation, after a step that failed
             with torch.inference_mode(False), torch.enable_grad(), self._recorder.attached(), autocast:
                 yield buffers

@@ -99,7 +99,7 @@ def has_unreduced_parameters(stages: Sequence[Stage]) -> bool:
     return any(found)
 
 
-def update_replicas(control: Control, ranks: LocalRanks, stages: Sequence[Stage], program: Program) -> None:
+def update_replicas(control: Control, ranks: LocalRanks, program: Program) -> None:
     """Make the replicas reduce the parameters that are trainable now. Collective over the pipeline.
 
     Raises:
@@ -113,7 +113,7 @@ def update_replicas(control: Control, ranks: LocalRanks, stages: Sequence[Stage]
     try:
         if failure is None:
             try:
-                for stage in stages:
+                for stage in ranks.all_stages:
                     renewed = stage.parallel is not None and stage.parallel.reduce_new()
                     if renewed and stage.grad_dtype is not None:
                         set_grad_dtype(stage.module, stage.grad_dtype)
@@ -371,7 +371,7 @@ class Steps:
             with self._published():
                 prepare_together(self.control, lambda: self.ranks.prepare(program))
         if any(reply["unreduced"] for reply in replies):
-            update_replicas(self.control, self.ranks, self.stages, program)
+            update_replicas(self.control, self.ranks, program)
             self._reset_signatures()
         return program
 
@@ -485,7 +485,7 @@ class Steps:
         except FailureError as error:
             # on the rank that failed, its own exception says more
             raise error from outcome.error or error.__cause__
-        if request.training and self._has_separate_grads:
+        if self._has_separate_grads:
             self.copies.after_step(not _have_failed(replies))
         return replies
 
@@ -493,15 +493,14 @@ class Steps:
         reply: Reply = {}
         if self.ranks.failed_at:
             reply["positions"] = [(rank, position) for rank, _, position in self.ranks.failed_at]
-        if outcome.failure is None:
-            for stage in self.stages:
-                for output in list(stage.work.outputs.values())[:1]:
-                    check_merge_rules(output, self.batch.merge_rules)
         if outcome.failure is not None:
             reply["failure"] = asdict(outcome.failure)
             reply["first"] = asdict(outcome.first or outcome.failure)
             reply["no_loss"] = isinstance(outcome.error, NoLoss)
         else:
+            for stage in self.stages:
+                for output in list(stage.work.outputs.values())[:1]:
+                    check_merge_rules(output, self.batch.merge_rules)
             self._outputs = LocalOutputs(self.stages)
             reply |= self._outputs.report(self.control, self.device, self.ranks.device_events)
         if trace:
