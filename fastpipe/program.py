@@ -150,10 +150,19 @@ class RankProgram(Sequence[Instruction]):
     @property
     def peak_activations(self) -> int:
         """Live stage activations at most, in number; released at the end of W or B."""
+        return self._peak(Op.W)
+
+    @property
+    def peak_activations_released_at_input(self) -> int:
+        """The same if the end of I released them, as some papers count."""
+        return self._peak(Op.I)
+
+    def _peak(self, released_by: Op) -> int:
+        """Highest level of a counter: a forward adds one, the end of a full backward or ``released_by`` takes one."""
         ops = self.columns[0]
         steps = np.zeros((2, len(ops)), dtype=np.int64)
         steps[0, (ops == Op.F) | (ops == Op.OVERLAP_F_B)] = 1
-        steps[1, (ops == Op.W) | (ops == Op.B) | (ops == Op.OVERLAP_F_B)] = -1
+        steps[1, (ops == released_by) | (ops == Op.B) | (ops == Op.OVERLAP_F_B)] = -1
         if not steps[1].any():  # forward only: nothing is kept for a backward
             steps[1] = -steps[0]
         return int(np.cumsum(steps.T.ravel()).max(initial=0))

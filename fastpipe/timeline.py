@@ -126,6 +126,11 @@ class Timeline:
         return self.program.peak_activations
 
     @cached_property
+    def peak_activations_released_at_input(self) -> tuple[int, ...]:
+        """The same if the end of I released them, as some papers count."""
+        return tuple(rank.peak_activations_released_at_input for rank in self.program)
+
+    @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
         """Bytes that are held at most, one number per rank; see ``stage_bytes`` of `CostModel`.
 

@@ -94,6 +94,7 @@ def _print_ranks(timeline: Timeline) -> None:
         "idle": [_percent(1 - busy / timeline.makespan) if timeline.makespan else "-" for busy in timeline.busy],
         "waits for transfers": [f"{seconds:.6g}" for seconds in timeline.exposed_communication],
         "peak activations": [str(peak) for peak in timeline.peak_activations],
+        "(if released at I)": [str(peak) for peak in timeline.peak_activations_released_at_input],
     }
     if any(timeline.peak_bytes):
         columns["peak bytes"] = [f"{count:.4g}" for count in timeline.peak_bytes]
@@ -127,6 +128,7 @@ def _timeline_document(timeline: Timeline, *, steps: bool = False) -> dict[str, 
         "exposed_communication": timeline.exposed_communication,
         "peak_bytes": timeline.peak_bytes,
         "peak_activations": timeline.peak_activations,
+        "peak_activations_released_at_input": timeline.peak_activations_released_at_input,
     }
     if steps:
         found["spans"] = [

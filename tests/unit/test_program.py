@@ -36,7 +36,7 @@ def test_predicted_peaks() -> None:
     program = fastpipe.lower(fastpipe.make_schedule("1f1b", num_ranks=4, num_microbatches=8))
     assert program.peak_activations == (4, 3, 2, 1)
     split = fastpipe.lower(hand(["0F0 0I0 0F1 0I1 0W0 0W1"], [0], 2))[0]
-    assert split.peak_activations == 2
+    assert (split.peak_activations, split.peak_activations_released_at_input) == (2, 1)
     gpipe = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=2, num_microbatches=5))
     assert gpipe.peak_activations == (5, 5)
 

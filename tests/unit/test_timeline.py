@@ -25,6 +25,12 @@ def test_span_and_makespan_differ_where_ranks_start_and_end_apart() -> None:
     assert forward.span_bubble_fraction == 0
 
 
+def test_peaks_by_both_conventions() -> None:
+    timeline = simulate(hand(["0F0 0I0 0F1 0I1 0W0 0W1"], [0], 2))
+    assert timeline.peak_activations == (2,)
+    assert timeline.peak_activations_released_at_input == (1,)
+
+
 def test_spans(timeline: Timeline) -> None:
     first = next(s for s in timeline if s.instruction.op is Op.F)
     assert (first.rank, first.lane, first.start, first.end) == (0, "compute", 0, 1)
