@@ -236,3 +236,24 @@ def test_what_is_no_context_is_refused(executor: str) -> None:
     pipe = build("1f1b", executor, log, forward_context=lambda at: None)
     with pytest.raises(TypeError, match="forward_context .*NoneType: .*context manager"):
         pipe.step(*batch()[:1], target=batch()[1])
+
+
+@pytest.mark.parametrize("action", ["F", "B"])
+def test_a_context_that_suppresses_an_exception_is_refused(action: str, executor: str) -> None:
+    def suppressing(given: Current) -> contextlib.suppress:
+        return contextlib.suppress(ZeroDivisionError)
+
+    name = "forward_context" if action == "F" else "backward_context"
+    pipe = build("1f1b", executor, Log(), **{name: suppressing})
+    x, target = batch()
+    pipe.step(x, target=target)
+    module = pipe.stage_modules[0]
+    weight = next(module.parameters())
+    hook = (
+        module.register_forward_pre_hook(lambda *_: 1 / 0) if action == "F" else weight.register_hook(lambda _: 1 / 0)
+    )
+    with pytest.raises(RuntimeError, match=f"{name} returned a suppress that suppressed an exception") as raised:
+        pipe.step(x, target=target)
+    assert isinstance(raised.value.__context__, ZeroDivisionError)
+    hook.remove()
+    pipe.step(x, target=target)

@@ -127,15 +127,26 @@ _KIND = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
 
 
 def _entered(around: ContextFactory | None) -> AbstractContextManager[Any]:
-    if around is None:
-        return _NOTHING
+    return _NOTHING if around is None else _within(around)
+
+
+@contextlib.contextmanager
+def _within(around: ContextFactory) -> Iterator[None]:
     action = current()
     assert action is not None, "no current action"
+    name = "forward_context" if action.action == "F" else "backward_context"
     context = around(action)
     if not hasattr(context, "__exit__"):
-        name = "forward_context" if action.action == "F" else "backward_context"
         raise TypeError(f"{name} returned a {type(context).__name__}: return a context manager")
-    return context
+    is_done = False
+    with context:
+        yield
+        is_done = True
+    if not is_done:  # without its outputs or its gradients the step would go on with wrong numbers
+        raise RuntimeError(
+            f"{name} returned a {type(context).__name__} that suppressed an exception of the action: return a context "
+            "manager that lets exceptions through (its __exit__ returns False or None)"
+        )
 
 
 def last_microbatches(columns: Columns, stage: int) -> tuple[int, int, int]:
