@@ -18,6 +18,7 @@ from fastpipe.runtime.common.failure import (
     MAX_TEXT,
     Failure,
     FailureError,
+    add_note,
     cause_text,
     failure_of,
     first_line,

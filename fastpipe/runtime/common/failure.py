@@ -114,6 +114,12 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     return error.failure if isinstance(error, FailureError) else Failure(rank, cause_text(error))
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, unless its type, which may be a user's, refuses notes."""
+    with contextlib.suppress(Exception):
+        error.add_note(note)
+
+
 @contextlib.contextmanager
 def logged(what: str) -> Iterator[None]:
     """Log an exception of this context instead of raising it, so that later cleanup runs too."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastpipe.program import Program
-from fastpipe.runtime.common import Failure, cause_text, pytree, torch_private
+from fastpipe.runtime.common import Failure, add_note, cause_text, pytree, torch_private
 from fastpipe.runtime.executor.ranks import LocalRanks, Outcome
 from fastpipe.runtime.model import StageCopies
 from fastpipe.runtime.stage import Stage, StageWork
@@ -254,7 +254,7 @@ class RecordedRanks(LocalRanks):
         if self._is_disabled:
             logger.warning("cuda_graph: %s; all further steps run unrecorded", self._reason)
         elif self._reason and outcome.error is not None:
-            outcome.error.add_note(f"fastpipe: before, {self._reason}")
+            add_note(outcome.error, f"fastpipe: before, {self._reason}")
         return outcome
 
     def _drop(self, signature: int) -> None:

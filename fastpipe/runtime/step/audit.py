@@ -18,7 +18,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -33,6 +33,7 @@ from fastpipe.program import Op, Program
 from fastpipe.runtime.common import (
     CPU,
     Tensors,
+    add_note,
     bit_sum,
     bit_sums,
     listed,
@@ -776,11 +777,8 @@ class Repetition:
         try:
             yield
         except Exception as error:  # raised again
-            with suppress(Exception):  # a user's exception type may refuse notes
-                error.add_note(
-                    f"fastpipe: raised while an audit computed stage {self.stage.index}, microbatch {microbatch} of "
-                    f"step {self.record['step']} again"
-                )
+            place = f"stage {self.stage.index}, microbatch {microbatch} of step {self.record['step']}"
+            add_note(error, f"fastpipe: raised while an audit computed {place} again")
             raise
 
     def results(self) -> dict[int, Sums]:

@@ -27,6 +27,7 @@ from fastpipe.runtime.common import (
     Calls,
     Failure,
     FailureError,
+    add_note,
     call_in_thread,
     cause_text,
     failure_of,
@@ -550,10 +551,9 @@ class Steps:
         if not is_first or isinstance(outcome.error, FailureError):
             # after a failure elsewhere this rank computed on stand-ins
             raise failures[0].error(note=note) from outcome.error
-        with contextlib.suppress(Exception):  # a user's exception type may refuse notes
-            outcome.error.add_note(f"fastpipe: raised on {outcome.failure.place()}")
-            if note:
-                outcome.error.add_note(note)
+        add_note(outcome.error, f"fastpipe: raised on {outcome.failure.place()}")
+        if note:
+            add_note(outcome.error, note)
         error, outcome.error = outcome.error, None
         try:
             raise error
