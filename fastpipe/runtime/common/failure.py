@@ -115,8 +115,8 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, unless its type, which may be a user's, refuses notes."""
-    with contextlib.suppress(Exception):
+    """Add a note to an exception, if its type allows."""
+    with contextlib.suppress(Exception):  # a user's type may refuse notes
         error.add_note(note)
 
 
