@@ -31,8 +31,10 @@ export FASTPIPE_BUILD_EXT
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-# A file of tests stays with one worker, as its fixtures may be expensive; tests/conftest.py puts the longest first.
-BY_FILE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A file of tests stays with one worker, as its fixtures may be expensive; tests/conftest.py puts the longest first. A
+# worker that ends early is not replaced: its files would be handed out anew, and the run then waits for ever for a
+# file that was through.
+BY_FILE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(BY_FILE)
 
 .PHONY: help setup build demo test test-full test-nightly lint types format clean cuda-build FORCE
