@@ -117,6 +117,7 @@ class MemoryCheckpoint:
     ) -> None:
         self._pipe, self._optimizers = pipe, as_optimizers(optimizer)
         self._group: Any = None
+        self._purpose = ""  # of the group, known when the ranks have named the job
         self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._generation = 0
         self._sizes: list[int] = []
@@ -137,8 +138,10 @@ class MemoryCheckpoint:
         def connect(replies: Replies) -> None:
             check_all_optimize(replies)
             self._has_replicas = len(replies.everywhere) < self._size
+            # a group for each, as another one may send its copies at the same time
+            self._purpose = f"MemoryCheckpoint of {replies[0]['job']}"
             if self._size > 1:
-                self._group = side_group("MemoryCheckpoint", None, pipe._steps.ranks.timeout)
+                self._group = side_group(self._purpose, None, pipe._steps.ranks.timeout)
             found = self._gather({"host": host_name(), "job": replies[0]["job"], "keep": keep})
             if len(kept := sorted({other["keep"] for other in found})) > 1:
                 raise ValueError(f"keep = {keep}: the ranks have {kept}; give the same number on every rank")
@@ -299,7 +302,7 @@ class MemoryCheckpoint:
         try:
             return self._pipe._steps.all_gather(call, make, work if collective else None, shared)
         except BaseException:  # raised again
-            drop_side_group("MemoryCheckpoint", None)  # a process may still wait in a collective of it
+            drop_side_group(self._purpose, None)  # a process may still wait in a collective of it
             raise
 
     def _reserve(self, sizes: Sequence[int]) -> Reply:
@@ -317,7 +320,7 @@ class MemoryCheckpoint:
             for work in works:
                 work.wait()
         except RuntimeError:  # raised again; for the next MemoryCheckpoint
-            drop_side_group("MemoryCheckpoint", None)
+            drop_side_group(self._purpose, None)
             raise
         for slots in others:
             slots.publish(generation)
