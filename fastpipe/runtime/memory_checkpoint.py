@@ -175,12 +175,13 @@ class MemoryCheckpoint:
             ValueError: for an `extra`, or an extra state of a module, of other types; or an optimizer of other
                 parameters.
             StepError: if another rank cannot save, or exits.
-            RuntimeError: if the last copy did not reach another host.
+            RuntimeError: if the last copy did not reach another host; after `close`.
         """
         pipe, image = self._pipe, None
 
         def make() -> Reply:
             nonlocal image
+            self._check_open()
             self._finish()
             state = whole_state(pipe, self._optimizers, extra)
             image = _Image(state, _layout(pipe, state))
@@ -214,6 +215,7 @@ class MemoryCheckpoint:
 
         Raises:
             ValueError: see `load_checkpoint`, like other errors.
+            RuntimeError: after `close`.
             StepError: if another rank cannot load.
         """
         pipe = self._pipe
@@ -221,6 +223,7 @@ class MemoryCheckpoint:
         found: list[Tensor | None] = []
 
         def make() -> Reply:
+            self._check_open()
             self._finish()
             optimizer = flat_state(self._optimizers, names_of(pipe))
             layouts.append(_layout(pipe, {"model": pipe.state_dict(), "optimizer": optimizer}))
@@ -248,8 +251,16 @@ class MemoryCheckpoint:
             return {}
 
         self._gather_from_all("MemoryCheckpoint.close", end)
-        _remove(self._folder)
-        _open.pop(self._folder, None)
+        if self._is_open():  # else the folder may be that of a later one
+            _remove(self._folder)
+            del _open[self._folder]
+
+    def _is_open(self) -> bool:
+        return _open.get(self._folder) is self
+
+    def _check_open(self) -> None:
+        if not self._is_open():
+            raise RuntimeError("this MemoryCheckpoint has been closed, and its copies are removed: make another one")
 
     def _finish(self) -> None:
         """Wait for the copy in the background."""
