@@ -507,7 +507,7 @@ def save_checkpoint(
         OSError: if the files cannot be written on this rank.
         StepError: if another rank cannot save, or exits during the save.
         RuntimeError: if the last save in the background failed and its future was not read; if torch's process group
-            has been destroyed.
+            has been destroyed; if another thread saves, loads or gathers outputs of another pipeline.
     """
     _check_pipe(pipe)
     optimizers = as_optimizers(optimizer)
