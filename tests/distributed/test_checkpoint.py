@@ -185,6 +185,31 @@ def test_a_process_group_that_has_ended_is_an_error_for_all(victims: list[int], 
     assert not (tmp_path / "b").exists()
 
 
+def end_the_process_group_during_a_save(folder: str) -> str:
+    """Runs on every rank: what a save in the background raises."""
+    pipe, ended, write = pipeline("1f1b", None), threading.Event(), checkpoint._write
+
+    def write_late(*args: Any) -> None:
+        assert ended.wait(PATIENCE)
+        write(*args)
+
+    with mock.patch.object(checkpoint, "_write", write_late):
+        writing = save_checkpoint(folder, pipe, asynchronous=True)
+        assert writing is not None
+        dist.destroy_process_group()
+        ended.set()
+        text = caught(writing.result)[1]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what ran here leaves one
+    return text
+
+
+def test_a_process_group_that_ends_during_a_save_is_named(tmp_path: Path) -> None:
+    with ranks(2) as started:
+        for text in started.run(end_the_process_group_during_a_save, str(tmp_path / "a")):
+            assert "the process group has been destroyed" in text and "after its result()" in text, text
+    assert not (tmp_path / "a").exists()  # each rank would have saved its own stages as the whole model
+
+
 @on_ranks(2)
 def test_folders_of_one_name_with_different_checkpoints_are_refused(tmp_path: Path) -> None:
     """As on hosts whose file systems are not shared: each rank would load its stages of another step."""
