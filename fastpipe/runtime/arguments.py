@@ -365,6 +365,7 @@ class Arguments:
         where, reduction = self.execution.chosen_transport, self.batch.loss_reduction
         values = {"transport": where} if isinstance(where, str) and where != "auto" else {}
         values |= {"loss_reduction": _text(reduction)} if reduction != "mean" else {}
+        values |= {"metrics": _text(self.batch.metrics)} if self.batch.metrics != "mean" else {}
         values |= {"split": _text(self.batch.split)} if self.batch.split is not None else {}
         values |= {"grad_dtype": str(self.model.grad_dtype)} if self.model.grad_dtype is not None else {}
         values |= {"cache_carried": "True"} if self.model.cache_carried else {}

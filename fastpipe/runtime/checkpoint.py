@@ -343,18 +343,22 @@ class _Writer(FileSystemWriter):
 
     Args:
         keep: the number of checkpoints to keep; None for all.
+        size: the number of processes that save.
     """
 
-    def __init__(self, path: Path, step: int, keep: int | None) -> None:
+    def __init__(self, path: Path, step: int, keep: int | None, size: int) -> None:
         super().__init__(path, sync_files=False)  # _SyncedFile syncs, after a flush
         self.fs = self._files = _Files()
-        self._target, self._step, self._keep = path, step, keep
+        self._target, self._step, self._keep, self._size = path, step, keep, size
         self._save: Save | None = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if len(plans) != self._size:
+            # without a process group DCP saves the part of this process as the whole
+            raise RuntimeError("the process group has been destroyed during the save")
         self._save = Save(self._target)
         # where each rank writes; DCP sends it with the plans
         places = (SimpleNamespace(prefix=FILE_PREFIX.format(i), folder=self._save.folder) for i in range(len(plans)))
@@ -423,7 +427,7 @@ def check_processes(pipe: Pipeline, group: Any = None) -> None:
     if not dist.is_initialized():
         raise RuntimeError(
             "the process group has been destroyed, and the ranks of the pipeline save and load over it: call "
-            "dist.destroy_process_group() after the last checkpoint"
+            "dist.destroy_process_group() after the last checkpoint, of one in the background after its result()"
         )
     members = dist.get_process_group_ranks(group or dist.group.WORLD)
     if missing := [rank for rank, process in enumerate(ranks) if process not in members]:
@@ -507,7 +511,7 @@ def save_checkpoint(
         OSError: if the files cannot be written on this rank.
         StepError: if another rank cannot save, or exits during the save.
         RuntimeError: if the last save in the background failed and its future was not read; if torch's process group
-            has been destroyed.
+            has been destroyed; if another thread saves, loads or gathers outputs of another pipeline.
     """
     _check_pipe(pipe)
     optimizers = as_optimizers(optimizer)
@@ -526,7 +530,7 @@ def save_checkpoint(
         whole = whole_state(pipe, optimizers, extra)
         # a copy for the background here, as the others are told if there is no room for it
         state.update(_copied(whole) if asynchronous else whole)
-        writers.append(_Writer(real_path(path), step, keep))
+        writers.append(_Writer(real_path(path), step, keep, _place_in(group)[1]))
         return {"optimizes": optimizes(pipe, optimizers)}
 
     def write(replies: Sequence[Reply]) -> None:
@@ -686,9 +690,16 @@ def _in_background(
                 drop_side_group("save_checkpoint", group)
                 raise
 
+    def write_and_judge() -> None:
+        try:
+            write_aside()
+        except Exception:  # raised again, unless its cause is known
+            check_processes(pipe, group)
+            raise
+
     thread = ThreadPoolExecutor(1, "fastpipe-save")  # joined when the interpreter exits
     _pending.append(_Writing(_shown(path)))
-    thread.submit(write_aside).add_done_callback(_pending[-1].copy_outcome)
+    thread.submit(write_and_judge).add_done_callback(_pending[-1].copy_outcome)
     thread.shutdown(wait=False)
     return _pending[-1]
 

@@ -535,7 +535,7 @@ def compare_replicas(stages: Sequence[Stage], arguments: Mapping[str, str], worl
         if not same:
             here = ", ".join(
                 f"{name} = {arguments[name]}"
-                for name in ("schedule", "num_microbatches", "partition", "loss_reduction", "split")
+                for name in ("schedule", "num_microbatches", "partition", "loss_reduction", "metrics", "split")
                 if name in arguments
             )
             raise ValueError(

@@ -117,6 +117,7 @@ class MemoryCheckpoint:
     ) -> None:
         self._pipe, self._optimizers = pipe, as_optimizers(optimizer)
         self._group: Any = None
+        self._purpose = ""  # of the group, known when the ranks have named the job
         self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._generation = 0
         self._sizes: list[int] = []
@@ -137,8 +138,10 @@ class MemoryCheckpoint:
         def connect(replies: Replies) -> None:
             check_all_optimize(replies)
             self._has_replicas = len(replies.everywhere) < self._size
+            # a group for each, as another one may send its copies at the same time
+            self._purpose = f"MemoryCheckpoint of {replies[0]['job']}"
             if self._size > 1:
-                self._group = side_group("MemoryCheckpoint", None, pipe._steps.ranks.timeout)
+                self._group = side_group(self._purpose, None, pipe._steps.ranks.timeout)
             found = self._gather({"host": host_name(), "job": replies[0]["job"], "keep": keep})
             if len(kept := sorted({other["keep"] for other in found})) > 1:
                 raise ValueError(f"keep = {keep}: the ranks have {kept}; give the same number on every rank")
@@ -172,12 +175,13 @@ class MemoryCheckpoint:
             ValueError: for an `extra`, or an extra state of a module, of other types; or an optimizer of other
                 parameters.
             StepError: if another rank cannot save, or exits.
-            RuntimeError: if the last copy did not reach another host.
+            RuntimeError: if the last copy did not reach another host; after `close`.
         """
         pipe, image = self._pipe, None
 
         def make() -> Reply:
             nonlocal image
+            self._check_open()
             self._finish()
             state = whole_state(pipe, self._optimizers, extra)
             image = _Image(state, _layout(pipe, state))
@@ -211,6 +215,7 @@ class MemoryCheckpoint:
 
         Raises:
             ValueError: see `load_checkpoint`, like other errors.
+            RuntimeError: after `close`.
             StepError: if another rank cannot load.
         """
         pipe = self._pipe
@@ -218,6 +223,7 @@ class MemoryCheckpoint:
         found: list[Tensor | None] = []
 
         def make() -> Reply:
+            self._check_open()
             self._finish()
             optimizer = flat_state(self._optimizers, names_of(pipe))
             layouts.append(_layout(pipe, {"model": pipe.state_dict(), "optimizer": optimizer}))
@@ -245,8 +251,16 @@ class MemoryCheckpoint:
             return {}
 
         self._gather_from_all("MemoryCheckpoint.close", end)
-        _remove(self._folder)
-        _open.pop(self._folder, None)
+        if self._is_open():  # else the folder may be that of a later one
+            _remove(self._folder)
+            del _open[self._folder]
+
+    def _is_open(self) -> bool:
+        return _open.get(self._folder) is self
+
+    def _check_open(self) -> None:
+        if not self._is_open():
+            raise RuntimeError("this MemoryCheckpoint has been closed, and its copies are removed: make another one")
 
     def _finish(self) -> None:
         """Wait for the copy in the background."""
@@ -299,7 +313,7 @@ class MemoryCheckpoint:
         try:
             return self._pipe._steps.all_gather(call, make, work if collective else None, shared)
         except BaseException:  # raised again
-            drop_side_group("MemoryCheckpoint", None)  # a process may still wait in a collective of it
+            drop_side_group(self._purpose, None)  # a process may still wait in a collective of it
             raise
 
     def _reserve(self, sizes: Sequence[int]) -> Reply:
@@ -317,7 +331,7 @@ class MemoryCheckpoint:
             for work in works:
                 work.wait()
         except RuntimeError:  # raised again; for the next MemoryCheckpoint
-            drop_side_group("MemoryCheckpoint", None)
+            drop_side_group(self._purpose, None)
             raise
         for slots in others:
             slots.publish(generation)

@@ -5,7 +5,9 @@ import itertools
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext as nothing
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from fastpipe.runtime import checkpoint
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.distributed.test_awkward_errors import ERRORS
 from tests.distributed.test_step import caught, refuses
+from tests.patience import PATIENCE
 from tests.runtime.checks import same_bits
 from tests.runtime.models import WIDTH
 from tests.runtime.test_checkpoint import (
@@ -180,6 +183,31 @@ def test_a_process_group_that_has_ended_is_an_error_for_all(victims: list[int], 
             for text in texts:
                 assert "the process group has been destroyed" in text and "after the last checkpoint" in text, text
     assert not (tmp_path / "b").exists()
+
+
+def end_the_process_group_during_a_save(folder: str) -> str:
+    """Runs on every rank: what a save in the background raises."""
+    pipe, ended, write = pipeline("1f1b", None), threading.Event(), checkpoint._write
+
+    def write_late(*args: Any) -> None:
+        assert ended.wait(PATIENCE)
+        write(*args)
+
+    with mock.patch.object(checkpoint, "_write", write_late):
+        writing = save_checkpoint(folder, pipe, asynchronous=True)
+        assert writing is not None
+        dist.destroy_process_group()
+        ended.set()
+        text = caught(writing.result)[1]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what ran here leaves one
+    return text
+
+
+def test_a_process_group_that_ends_during_a_save_is_named(tmp_path: Path) -> None:
+    with ranks(2) as started:
+        for text in started.run(end_the_process_group_during_a_save, str(tmp_path / "a")):
+            assert "the process group has been destroyed" in text and "after its result()" in text, text
+    assert not (tmp_path / "a").exists()  # each rank would have saved its own stages as the whole model
 
 
 @on_ranks(2)
@@ -473,3 +501,34 @@ def test_no_room_for_the_copy_of_a_save_in_the_background_is_an_error_for_all() 
     with mock.patch.object(checkpoint, "_copied", side_effect=MemoryError("no room")) if dist.get_rank() else nothing():
         refuses(lambda: save_checkpoint("unused", pipe, asynchronous=True), "no room", on=1, kind=MemoryError)
     pipe.step(torch.zeros(16, WIDTH), target=torch.zeros(16, WIDTH))
+
+
+@on_ranks(2)
+def test_collective_calls_of_two_threads_are_not_mixed(tmp_path: Path) -> None:
+    pipe, other = pipeline("1f1b", None), pipeline("1f1b", None)
+    x, has_begun, goes_on = torch.zeros(16, WIDTH), threading.Event(), threading.Event()
+    write = checkpoint._write
+
+    def write_late(*args: Any) -> None:
+        has_begun.set()
+        assert goes_on.wait(PATIENCE)
+        write(*args)
+
+    with mock.patch.object(checkpoint, "_write", write_late), ThreadPoolExecutor(1) as thread:
+        saving = thread.submit(save_checkpoint, tmp_path / "a", pipe)
+        try:
+            assert has_begun.wait(PATIENCE)
+            other.step(x, target=x)  # needs no group of torch's
+            calls: list[Callable[[], Any]] = [
+                lambda: other.eval_step(x, gather_outputs=True),
+                lambda: save_checkpoint(tmp_path / "b", other),
+                lambda: load_checkpoint(tmp_path / "a", other),
+            ]
+            for call in calls:
+                with pytest.raises(RuntimeError, match="while another pipeline of this process is in such a call"):
+                    call()
+        finally:
+            goes_on.set()
+        saving.result()
+    load_checkpoint(tmp_path / "a", other)
+    other.eval_step(x, gather_outputs=True)

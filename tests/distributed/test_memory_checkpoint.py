@@ -3,8 +3,10 @@
 import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tests.distributed.ranks import GroupOf, ranks
 from tests.distributed.test_sharded_training import sharded
 from tests.distributed.test_sharded_training import train as train_sharded
 from tests.distributed.test_step import caught
+from tests.patience import PATIENCE
 from tests.runtime.test_checkpoint import adamw, all_same, fresh, pipeline, train, uninterrupted
 from tests.runtime.test_memory_checkpoint import spoil
 
@@ -59,6 +62,36 @@ def go_on(
         memory.save({"step": steps})
         memory.close()
         return extra, losses
+
+
+def save_two(folder: str) -> None:
+    """Copies of two pipelines with other weights; those of the first one are sent late on rank 1."""
+    with on_hosts("ab"):
+        pipes = [pipeline("1f1b", None), pipeline("1f1b", None, fresh())]
+        first, second = (MemoryCheckpoint(pipe, keep=2, name=str(i), folder=folder) for i, pipe in enumerate(pipes))
+        second_has_sent = threading.Event()
+
+        def late(self: MemoryCheckpoint, generation: int) -> None:
+            if self is first and dist.get_rank() == 1:
+                assert second_has_sent.wait(PATIENCE)
+            exchange(self, generation)
+
+        exchange = MemoryCheckpoint._exchange
+        with mock.patch.object(MemoryCheckpoint, "_exchange", late):
+            first.save()
+            second.save()
+            second._finish()
+            second_has_sent.set()
+            first._finish()
+
+
+def test_two_that_send_at_the_same_time_keep_their_own_copies(group_of: GroupOf, tmp_path: Path) -> None:
+    group_of(2).run(save_two, str(tmp_path))
+    contents: dict[tuple[str, str], list[bytes]] = {}
+    for path in tmp_path.glob("*/*-*"):
+        contents.setdefault((path.parent.name.split("-")[-1], path.name), []).append(path.read_bytes())
+    assert len(contents) == 4  # of two pipelines, two ranks
+    assert all(len(copies) == 2 and copies[0] == copies[1] for copies in contents.values())
 
 
 def folders(folder: Path) -> list[Path]:

@@ -231,6 +231,7 @@ def test_building_fails_for_all_or_for_none() -> None:
         ({"schedule": "gpipe" if rank else "1f1b"}, "^schedule: " + both.format("1f1b", "gpipe")),
         ({"transport": "process_group" if rank else "auto"}, "^transport: " + default.format("process_group")),
         ({"loss_reduction": "sum" if rank else "mean"}, "^loss_reduction: " + default.format("sum")),
+        ({"metrics": {"a": sum} if rank else "mean"}, "^metrics: " + default.format("{.a.: .builtins.sum.}")),
         ({"grad_dtype": torch.float64 if rank else None}, "^grad_dtype: " + default.format("torch.float64")),
         ({"recv_lookahead": 1 + rank}, "^recv_lookahead: " + both.format(1, 2)),
         ({"stage_to_rank": [0, 1] if rank else [1, 0]}, "^stage_to_rank: " + placed),

@@ -321,6 +321,20 @@ def test_what_is_refused(
         call(tmp_path)
 
 
+def test_one_that_is_closed_is_refused_and_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    _, _, memory = make(tmp_path)
+    memory.save()
+    memory.close()
+    for call in (memory.save, memory.load):
+        with pytest.raises(RuntimeError, match="has been closed, and its copies are removed: make another one"):
+            call()
+    _, _, following = make(tmp_path)
+    following.save("kept")
+    memory.close()
+    assert following.load() == "kept"
+    following.close()
+
+
 def test_a_file_that_may_not_be_so_large_is_named(tmp_path: Path) -> None:
     _, _, memory = make(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -137,6 +138,9 @@ steps they compare a sample of the CPU tensors."""
 _ROUND_SECONDS = 5.0
 """After this time ranks in collective work tell each other that they are alive."""
 Value = TypeVar("Value")
+_collective = threading.Lock()
+"""Held by the pipeline of this process that is in collective work of torch.distributed, whose groups take one call at
+a time, in the same order on all ranks."""
 _MAX_SIGNATURES = 64
 """The number of cached input signatures; other signatures cost a step with headers."""
 
@@ -623,10 +627,17 @@ class Steps:
         Raises:
             StepError: if another process failed, is dead or is silent.
             ValueError: if the ranks make different calls.
+            RuntimeError: if another pipeline of this process is in collective work, in another thread.
         """
         published = contextlib.nullcontext() if shared is None else shared.published()
-        with published, self._calls.entered(), self._exchanging():
-            _, replies = self._agree(call, lambda: (None, make()), f"failed in {call}")
+        with published, self._calls.entered(), self._exchanging(), contextlib.ExitStack() as claimed:
+
+            def claim_and_make() -> tuple[None, Reply]:
+                if then is not None and not self._works_alone(shared):
+                    claimed.enter_context(_claimed(call))
+                return None, make()
+
+            _, replies = self._agree(call, claim_and_make, f"failed in {call}")
             if then is not None:
                 self._together(call, partial(then, replies), shared)
             return replies
@@ -640,6 +651,10 @@ class Steps:
         finally:
             self._part_of = ""
 
+    def _works_alone(self, shared: SharedCall | None) -> bool:
+        """Whether no other process takes part in collective work."""
+        return self.control.is_alone and (shared is None or not shared.is_shared)
+
     def _together(self, call: str, work: Callable[[], None], shared: SharedCall | None) -> None:
         """Run collective work in a thread, which gets this thread's stream and no other state of it.
 
@@ -647,7 +662,7 @@ class Steps:
         silent rank is named after the timeout, and all learn of an error that is raised on one rank alone. If all have
         ended, the pipeline can be used further.
         """
-        if self.control.is_alone and (shared is None or not shared.is_shared):
+        if self._works_alone(shared):
             return work()
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
@@ -714,6 +729,20 @@ class Steps:
             return running.done()
         finally:
             del running
+
+
+@contextlib.contextmanager
+def _claimed(call: str) -> Iterator[None]:
+    """Context of collective work. Who waited here could be waited for by a rank whose threads come in another order."""
+    if not _collective.acquire(blocking=False):
+        raise RuntimeError(
+            f"{call} while another pipeline of this process is in such a call, in another thread: a process group "
+            "takes one call at a time, so save, load and gather outputs in one thread"
+        )
+    try:
+        yield
+    finally:
+        _collective.release()
 
 
 def _unblock(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, failure: Failure) -> None:
