@@ -50,7 +50,7 @@ at::Tensor packed(const at::Tensor& tensor) {
   if (tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg()) return tensor;
   const c10::AutoGradMode no_graph(false);
   at::Tensor dense = tensor.resolve_conj().resolve_neg();
-  if (!dense.is_non_overlapping_and_dense()) dense = dense.contiguous();
+  if (!dense.is_non_overlapping_and_dense()) dense = dense.clone();
   return dense.detach().set_requires_grad(tensor.requires_grad());
 }
 

@@ -6,6 +6,7 @@ Tied weights get one gradient per use, summed in the pipeline's order.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -264,7 +265,8 @@ def reference_step(
                 output = forward(i, args[i], {name: named[name][i] for name in named})
             scaled[i], share = scale_loss(losses[i], divisors[i]), collected.share(divisors[i])
             root = scaled[i] if share is None else scaled[i] + share
-            torch.autograd.backward(root if loss_scale is None else root * loss_scale)
+            if root.requires_grad or divisors[i] != math.inf:  # with weight 0 the loss may be a constant
+                torch.autograd.backward(root if loss_scale is None else root * loss_scale)
             outputs[i], added[0][i] = detached(output), collected.detached()
     return Reference(
         sum_in_order([scaled[i].detach() for i in range(count)]),

@@ -208,6 +208,28 @@ def test_a_microbatch_of_weight_0_counts_for_nothing(schedule: str, executor: st
     assert [bool(loss.isnan()) for loss in result.losses or ()] == [True, False, True, False]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
+def test_a_microbatch_of_weight_0_may_have_a_constant_loss(schedule: str, executor: str) -> None:
+    """Zero, say, where there are no tokens to predict; of another weight it is refused."""
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        counts = target[:, 0] > 0
+        return nn.functional.mse_loss(output[counts], target[counts]) if counts.any() else torch.zeros(())
+
+    layers = [Block() for _ in range(4)]
+    unsplit = nn.Sequential(*copy.deepcopy(layers))
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    y[:, 0] = torch.tensor([-1, -1, 1, 1, -1, -1, 1, -1])
+    options = {"loss_reduction": lambda target: (target[:, 0] > 0).sum()}
+    pipe = Pipeline(layers, schedule, 4, loss_fn, num_ranks=2, executor=executor, **options)
+    result = pipe.step(x, target=y)
+    assert_same(pipe, result, unsplit, reference_step(unsplit, (x, y), pipe.schedule, loss_fn, **options))
+    torch.testing.assert_close(result.loss, loss_fn(unsplit(x), y).detach())
+    by_rows = Pipeline(copy.deepcopy(layers), schedule, 4, loss_fn, num_ranks=2, executor=executor)
+    with pytest.raises(ValueError, match="loss_fn returned a loss that requires no gradient"):
+        by_rows.step(x, target=y)
+
+
 def test_a_microbatch_without_rows_counts_for_nothing(executor: str) -> None:
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     pipe = Pipeline(layers, "1f1b", 2, nn.functional.mse_loss, num_ranks=2, executor=executor)

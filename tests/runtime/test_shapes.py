@@ -84,6 +84,44 @@ def test_batches_with_other_strides(first: str, rows: int, executor: str) -> Non
             assert same_bits(parameter.grad, other.grad)
 
 
+class Splits(nn.Module):
+    """Returns the halves of a convolution's channels: views of channels-last memory, with gaps."""
+
+    def __init__(self, seen: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        self.seen = seen
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        halves = self.conv(x).chunk(2, dim=1)
+        for half in halves:
+            half.register_hook(self.seen.append)
+        return halves
+
+
+class Joins(nn.Module):
+    """Concatenates channels, like the way up of a U-Net; the gradients of its inputs are such views, too."""
+
+    def __init__(self, seen: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.seen = seen
+
+    def forward(self, *halves: torch.Tensor) -> torch.Tensor:
+        self.seen.extend(halves)
+        return self.conv(torch.cat(halves, dim=1))
+
+
+def test_half_of_the_channels_stay_channels_last(executor: str) -> None:
+    """As rows they would have the next convolution, and the backward of the one before, use other kernels."""
+    seen: list[torch.Tensor] = []
+    pipe = build([Splits(seen), Joins(seen)], executor)
+    x = torch.randn(12, 4, 8, 8).to(memory_format=torch.channels_last)
+    pipe.step(x, target=torch.randn(12, 4, 8, 8))
+    assert len(seen) == 2 * 2 * 4  # halves and their gradients, of every microbatch
+    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
+
+
 class Turning(Block):
     """From some step on its output lies in memory otherwise."""
 

@@ -542,3 +542,46 @@ def test_a_forward_that_writes_to_a_buffer_of_its_blocks_is_refused() -> None:
     pipe = fastpipe.Pipeline(fastpipe.split(Counting(), batch()[0]), "1f1b", 3, num_ranks=2)
     with pytest.raises(ValueError, match="writes to a buffer that it gives to its blocks"):
         pipe.eval_step(batch()[0])
+
+
+class HalfWithoutGradients(Decoder):
+    """Trains the last blocks only, by no_grad around all before them."""
+
+    def forward(self, ids: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        blocks = list(self.inner["blocks"])
+        with torch.no_grad():
+            x = self.embed(ids, offset)
+            for block in blocks[:3]:
+                x = block(x)
+        for block in blocks[3:]:
+            x = block(x)
+        return self.head(self.inner["norm"](x))
+
+
+def test_blocks_without_gradients_are_refused_until_they_are_frozen(executor: str) -> None:
+    """As layers they would be trained."""
+    model = HalfWithoutGradients(tied=False)
+    ids, target = batch()
+    with pytest.raises(ValueError, match="runs inner.blocks.0 without gradients .* freeze its parameters"):
+        fastpipe.split(model, ids[:2])
+    for part in (model.inner["tokens"], model.inner["positions"], *model.inner["blocks"][:3]):
+        part.requires_grad_(False)
+    unsplit = copy.deepcopy(model)
+    layers = fastpipe.split(model, ids[:2])
+    pipe = fastpipe.Pipeline(layers, "1f1b", 3, loss_fn, num_ranks=2, executor=executor)
+    result = pipe.step(ids, target=target)
+    assert_same(pipe, result, unsplit, reference_step(unsplit, (ids, target), pipe.schedule, loss_fn))
+
+
+class Checkpoints(Decoder):
+    def forward(self, ids: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        x = self.embed(ids, offset)
+        for block in self.inner["blocks"]:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+        return self.head(self.inner["norm"](x))
+
+
+def test_blocks_in_a_reentrant_checkpoint_have_gradients() -> None:
+    """Though these are off within it."""
+    ids, _ = batch()
+    assert len(fastpipe.split(Checkpoints(), ids[:2])) == 9

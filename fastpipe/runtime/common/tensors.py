@@ -70,10 +70,10 @@ def specs_text(specs: Specs) -> str:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its strides if its elements fill one block of memory; else a contiguous copy.
+    """The tensor with its strides if its elements fill one block of memory; else a copy in the order of its strides.
 
-    Strides are kept because kernels choose their order of summation by them. Lazy conjugation and negation are
-    resolved.
+    Strides are kept because kernels choose their order of summation by them: half of the channels of a channels_last
+    tensor stay channels_last. Lazy conjugation and negation are resolved.
 
     Raises:
         ValueError: for a tensor that has no strides, or more than its elements.
@@ -86,7 +86,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tensor
-    return tensor.contiguous()
+    return tensor.clone()
 
 
 def dense_all(tensors: Sequence[torch.Tensor]) -> Tensors:

@@ -264,6 +264,7 @@ class Call:
     Attributes:
         version: of the output; grows with changes in place.
         seen: version of the first argument at the call.
+        has_grad: whether gradients were on at the call.
     """
 
     path: str
@@ -272,6 +273,7 @@ class Call:
     output: Any = None
     version: int = 0
     seen: int = 0
+    has_grad: bool = True
 
 
 def rows_of_modules(model: nn.Module) -> list[list[str]]:
@@ -309,7 +311,7 @@ def row_of_modules(
         ValueError: if the model differs, with the place and a remedy.
     """
     calls: list[Call] = []
-    with _recording(model, blocks, calls), torch.no_grad():
+    with torch.enable_grad(), _recording(model, blocks, calls):
         output = model(*args, **kwargs)
     if [call.path for call in calls[: len(blocks)]] != list(blocks):
         found = ", ".join(call.path for call in calls[: len(blocks)]) or "none"
@@ -327,7 +329,27 @@ def row_of_modules(
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"model: {twice} is called twice; {INSTEAD}")
+    if not all(call.has_grad for call in calls):
+        _check_gradients(model, blocks, args, kwargs)
     return {call.path: _by_name(call, buffers) for call in calls}, output
+
+
+def _check_gradients(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a forward that trains nothing in a block, by no_grad around it, where the block as a layer is trained.
+
+    In a reentrant checkpoint gradients are off, too, and its output requires one all the same.
+    """
+    calls: list[Call] = []
+    with torch.enable_grad(), _recording(model, blocks, calls, keeps_graph=True):
+        model(*args, **kwargs)
+    for call in calls:
+        given = [value for value in call.args[:1] if isinstance(value, torch.Tensor)]
+        is_trained = any(tensor.requires_grad for tensor in (*given, *model.get_submodule(call.path).parameters()))
+        if is_trained and not (call.has_grad or call.output.requires_grad):
+            raise ValueError(
+                f"model: its forward runs {call.path} without gradients (in torch.no_grad(), say), and as a layer it "
+                "would have them: freeze its parameters, and those before it, by requires_grad_(False)"
+            )
 
 
 def _by_name(call: Call, buffers: Mapping[int, Buffer]) -> Further:
@@ -336,8 +358,13 @@ def _by_name(call: Call, buffers: Mapping[int, Buffer]) -> Further:
 
 
 @contextlib.contextmanager
-def _recording(model: nn.Module, blocks: Sequence[str], calls: list[Call]) -> Iterator[None]:
-    """Record the calls of the blocks, and after the first block all outermost calls of modules."""
+def _recording(
+    model: nn.Module, blocks: Sequence[str], calls: list[Call], *, keeps_graph: bool = False
+) -> Iterator[None]:
+    """Record the calls of the blocks, and after the first block all outermost calls of modules.
+
+    Without ``keeps_graph`` gradients are off within modules, as activations of the whole model may not fit.
+    """
     open_calls: list[Call] = []
     holders = {".".join(blocks[0].split(".")[:n]) for n in range(len(blocks[0].split(".")))}
     handles = []
@@ -346,11 +373,16 @@ def _recording(model: nn.Module, blocks: Sequence[str], calls: list[Call]) -> It
         if not open_calls and (calls or path in blocks):
             first = args[0] if args else None
             calls.append(Call(path, args, kwargs, seen=version_of(first) if isinstance(first, torch.Tensor) else 0))
-        open_calls.append(calls[-1] if calls else Call(path, args, kwargs))
+        call = open_calls[-1] if open_calls else calls[-1] if calls else Call(path, args, kwargs)
+        if not open_calls:
+            call.has_grad = torch.is_grad_enabled()
+            torch.set_grad_enabled(call.has_grad and keeps_graph)
+        open_calls.append(call)
 
     def leave(output: Any) -> None:
         call = open_calls.pop()
         if not open_calls:
+            torch.set_grad_enabled(call.has_grad)
             call.output = output
             call.version = version_of(output) if isinstance(output, torch.Tensor) else 0
 

@@ -430,7 +430,8 @@ class StageLosses:
             found, metrics = loss_and_metrics(self.loss_fn(loss_arguments(output, divisor), target, **carried))
         loss = checked_loss(found)
         scaled = scale_loss(loss, divisor)
-        if torch.is_grad_enabled() and not has_graph(loss):
+        # a microbatch of weight 0 trains nothing, and its loss may be a constant, as of no tokens
+        if torch.is_grad_enabled() and divisor != math.inf and not has_graph(loss):
             name = "the last stage" if self.loss_fn is None else "loss_fn"
             raise ValueError(
                 f"{name} returned a loss that requires no gradient: leave out detach() and no_grad(), let a parameter "
