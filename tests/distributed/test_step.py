@@ -247,7 +247,7 @@ def test_building_fails_for_all_or_for_none() -> None:
 
 
 @on_ranks(2)
-def test_ranks_with_other_batches_are_refused() -> None:
+def test_ranks_with_other_batches_or_autocast_are_refused() -> None:
     rank, pipe = dist.get_rank(), pipeline()
     x, y = batch()
     only_needed = {"target": y if rank else None}
@@ -266,6 +266,8 @@ def test_ranks_with_other_batches_are_refused() -> None:
         pipe.step(x + number, target=y + number)
     refuses(lambda: pipe.step(x + rank, target=y + rank), target_differs)
     refuses(lambda: pipe.eval_step(x + rank, target=y), input_differs)
+    with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
+        refuses(lambda: pipe.step(x, target=y), "autocast is off on rank 0 and in torch.bfloat16 on rank 1")
     pipe.step(x, target=y)
 
 

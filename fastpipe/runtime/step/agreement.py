@@ -121,27 +121,33 @@ def _check_peers(replies: Replies, here: str) -> None:
     """Refuse steps in which the same rank of several pipelines of a mesh would run other collectives."""
     for number, theirs in enumerate(replies.elsewhere):
         rank = number % len(replies)
-        own, other, pipeline = replies[rank]["modes"], theirs["modes"], theirs["pipeline"]
+        own, pipeline = replies[rank], theirs["pipeline"]
         place = f"on rank {rank} of this pipeline and of that at {pipeline}, whose stages share collectives"
-        if own["autocast"] != other["autocast"]:
+        if own["autocast"] != theirs["autocast"]:
             raise ValueError(
-                f"autocast is {own['autocast']} here and {other['autocast']} there, {place}: enter the same "
+                f"autocast is {own['autocast']} here and {theirs['autocast']} there, {place}: enter the same "
                 "on every rank"
             )
         if sharing_batch(pipeline) != sharing_batch(here):
             continue
-        if own["flags"][0] == other["flags"][0] and own["flags"] != other["flags"]:
+        if own["flags"][0] == theirs["flags"][0] and own["flags"] != theirs["flags"]:
             raise ValueError(
                 f"the modules' training, or the parameters' requires_grad or dtype differ {place}: call train(), "
                 "eval(), requires_grad_() and to() alike on both"
             )
-        if replies[rank]["divisors"] != theirs["divisors"]:
+        if own["divisors"] != theirs["divisors"]:
             raise ValueError(
                 f"loss_reduction gives other weights {place}: pass the same function on every rank, of the target alone"
             )
 
 
 def _check_pipeline(request: Request, replies: Sequence[Reply]) -> None:
+    for rank, reply in enumerate(replies):
+        if reply["autocast"] != replies[0]["autocast"]:
+            raise ValueError(
+                f"autocast is {replies[0]['autocast']} on rank 0 and {reply['autocast']} on rank {rank}: call step "
+                "within the same torch.autocast on every rank (a layer may enter one of its own)"
+            )
     whole = {name: rows for reply in replies for name, rows in reply["whole"].items()}
     check_splits(whole, request.num_microbatches)
     taken = {name for reply in replies for name in reply["kwargs"]}

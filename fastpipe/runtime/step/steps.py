@@ -290,8 +290,10 @@ class Steps:
         message |= {"divisors": inputs.divisors, "unknown": inputs.unknown, "kwargs": inputs.given()}
         if self.ranks.pairs == IN_TURNS:
             message["random"] = self.random.usage(request.training, self._flags)
+        message["autocast"] = self._autocast()
         if self.control.pipeline:
-            message["modes"] = self._modes()
+            # the number of flags, too: peers whose modules differ, such as in a bias that one has, are not compared
+            message["flags"] = [len(self._flags), _digest(self._flags)]
         if not self.control.is_alone:
             number = self.control.step
             compares_all = number <= _COMPARED_WHOLE or number % _COMPARED_EVERY == 0
@@ -363,11 +365,6 @@ class Steps:
     def _autocast(self) -> str:
         kind = self.device.type
         return f"in {torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else "off"
-
-    def _modes(self) -> dict[str, Any]:
-        """What decides which collectives stages run, and on what; the same for the peers in the mesh."""
-        # the number of flags, too: peers whose modules differ, such as in a bias that one of them has, are not compared
-        return {"autocast": self._autocast(), "flags": [len(self._flags), _digest(self._flags)]}
 
     def _prepare(self, request: Request, replies: Sequence[Reply]) -> Program:
         """The program of a step, with its executors and the replicas of its stages up to date."""
