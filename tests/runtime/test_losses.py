@@ -180,6 +180,20 @@ def test_everything_weighs_like_the_loss(reduction: str, schedule: str, executor
     assert result.metrics["by_column"].shape == (4, WIDTH) and result.metrics["hits"].dtype == torch.int64
 
 
+def stepped_with_weights_of_0(
+    layers: list[nn.Module], loss_fn: Any, schedule: str, executor: str
+) -> tuple[Pipeline, nn.Module, tuple[torch.Tensor, torch.Tensor], Any]:
+    """A step, equal to the reference, in which two of four microbatches have no tokens: rows of a positive target."""
+    unsplit = nn.Sequential(*copy.deepcopy(layers))
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    y[:, 0] = torch.tensor([-1, -1, 1, 1, -1, -1, 1, -1])
+    options = {"loss_reduction": lambda target: (target[:, 0] > 0).sum()}
+    pipe = Pipeline(layers, schedule, 4, loss_fn, num_ranks=2, executor=executor, **options)
+    result = pipe.step(x, target=y)
+    assert_same(pipe, result, unsplit, reference_step(unsplit, (x, y), pipe.schedule, loss_fn, **options))
+    return pipe, unsplit, (x, y), result
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
 def test_a_microbatch_of_weight_0_counts_for_nothing(schedule: str, executor: str) -> None:
     """Its loss is a mean over no tokens, which is NaN, as are that one's gradients."""
@@ -190,14 +204,7 @@ def test_a_microbatch_of_weight_0_counts_for_nothing(schedule: str, executor: st
         return (error * counts).sum() / counts.sum(), {"error": error[counts].mean()}
 
     layers = [Balanced(), Block(), Balanced(), Balanced()]
-    unsplit = nn.Sequential(*copy.deepcopy(layers))
-    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    y[:, 0] = torch.tensor([-1, -1, 1, 1, -1, -1, 1, -1])
-    options = {"loss_reduction": lambda target: (target[:, 0] > 0).sum()}
-    pipe = Pipeline(layers, schedule, 4, loss_fn, num_ranks=2, executor=executor, **options)
-    result = pipe.step(x, target=y)
-    reference = reference_step(unsplit, (x, y), pipe.schedule, loss_fn, **options)
-    assert_same(pipe, result, unsplit, reference)
+    pipe, unsplit, (x, y), result = stepped_with_weights_of_0(layers, loss_fn, schedule, executor)
     with fastpipe.AddedLosses():
         expected, metrics = loss_fn(unsplit(x), y)
     assert all(grad.isfinite().all() for grad in grads(unsplit))
@@ -217,13 +224,7 @@ def test_a_microbatch_of_weight_0_may_have_a_constant_loss(schedule: str, execut
         return nn.functional.mse_loss(output[counts], target[counts]) if counts.any() else torch.zeros(())
 
     layers = [Block() for _ in range(4)]
-    unsplit = nn.Sequential(*copy.deepcopy(layers))
-    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    y[:, 0] = torch.tensor([-1, -1, 1, 1, -1, -1, 1, -1])
-    options = {"loss_reduction": lambda target: (target[:, 0] > 0).sum()}
-    pipe = Pipeline(layers, schedule, 4, loss_fn, num_ranks=2, executor=executor, **options)
-    result = pipe.step(x, target=y)
-    assert_same(pipe, result, unsplit, reference_step(unsplit, (x, y), pipe.schedule, loss_fn, **options))
+    _, unsplit, (x, y), result = stepped_with_weights_of_0(layers, loss_fn, schedule, executor)
     torch.testing.assert_close(result.loss, loss_fn(unsplit(x), y).detach())
     by_rows = Pipeline(copy.deepcopy(layers), schedule, 4, loss_fn, num_ranks=2, executor=executor)
     with pytest.raises(ValueError, match="loss_fn returned a loss that requires no gradient"):

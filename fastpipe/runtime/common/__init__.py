@@ -29,7 +29,7 @@ from fastpipe.runtime.common.failure import (
     lost_peer,
     lost_text,
 )
-from fastpipe.runtime.common.guards import Calls, end_child, keep_in_children
+from fastpipe.runtime.common.guards import Calls, claimed, end_child, keep_in_children
 from fastpipe.runtime.common.modules import (
     SavedBytes,
     alias_of,

@@ -60,6 +60,21 @@ def _keep() -> None:
 os.register_at_fork(after_in_child=_keep)
 
 
+@contextlib.contextmanager
+def claimed(lock: threading.Lock, refusal: str) -> Iterator[None]:
+    """Hold a lock; never waits for it.
+
+    Raises:
+        RuntimeError: with this text, if it is held already.
+    """
+    if not lock.acquire(blocking=False):
+        raise RuntimeError(refusal)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class Calls:
     """The calls into a pipeline: one at a time, in the process that built it, with interrupts at their end.
 
@@ -88,15 +103,12 @@ class Calls:
                 f"this pipeline was built in process {self._process}, and process {os.getpid()} is a forked "
                 "child of it, without the pipeline's threads and connections; run steps in the process that built it"
             )
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "this pipeline is in the middle of another call: in another thread, or this one was made by a layer, "
-                "loss function or hook of its own; wait for that call to end, or build a pipeline for each thread"
-            )
-        try:
+        refusal = (
+            "this pipeline is in the middle of another call: in another thread, or this one was made by a layer, "
+            "loss function or hook of its own; wait for that call to end, or build a pipeline for each thread"
+        )
+        with claimed(self._lock, refusal):
             yield
-        finally:
-            self._lock.release()
 
     @contextlib.contextmanager
     def uninterrupted(self) -> Iterator[None]:

@@ -373,7 +373,7 @@ def _recording(
         if not open_calls and (calls or path in blocks):
             first = args[0] if args else None
             calls.append(Call(path, args, kwargs, seen=version_of(first) if isinstance(first, torch.Tensor) else 0))
-        call = open_calls[-1] if open_calls else calls[-1] if calls else Call(path, args, kwargs)
+        call = calls[-1] if calls else Call(path, args, kwargs)
         if not open_calls:
             call.has_grad = torch.is_grad_enabled()
             torch.set_grad_enabled(call.has_grad and keeps_graph)

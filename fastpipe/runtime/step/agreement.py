@@ -107,6 +107,7 @@ def check_replies(request: Request, replies: Replies, here: str) -> None:
         pipelines.setdefault(reply["pipeline"], []).append(reply)
     for own in pipelines.values():
         _check_pipeline(request, own)
+    _check_autocast(pipelines, here)
     batches: dict[str, dict[str, Any]] = {}
     for pipeline, own in pipelines.items():
         place = f" at {pipeline}" if pipeline != here else ""
@@ -117,17 +118,24 @@ def check_replies(request: Request, replies: Replies, here: str) -> None:
     _check_peers(replies, here)
 
 
+def _check_autocast(pipelines: Mapping[str, Sequence[Reply]], here: str) -> None:
+    first = pipelines[here][0]["autocast"]
+    for pipeline, replies in pipelines.items():
+        whose, others = ("", "") if pipeline == here else (" of this pipeline", f" of that at {pipeline}")
+        for rank, reply in enumerate(replies):
+            if reply["autocast"] != first:
+                raise ValueError(
+                    f"autocast is {first} on rank 0{whose} and {reply['autocast']} on rank {rank}{others}: call step "
+                    "within the same torch.autocast on every rank (a layer may enter one of its own)"
+                )
+
+
 def _check_peers(replies: Replies, here: str) -> None:
     """Refuse steps in which the same rank of several pipelines of a mesh would run other collectives."""
     for number, theirs in enumerate(replies.elsewhere):
         rank = number % len(replies)
         own, pipeline = replies[rank], theirs["pipeline"]
         place = f"on rank {rank} of this pipeline and of that at {pipeline}, whose stages share collectives"
-        if own["autocast"] != theirs["autocast"]:
-            raise ValueError(
-                f"autocast is {own['autocast']} here and {theirs['autocast']} there, {place}: enter the same "
-                "on every rank"
-            )
         if sharing_batch(pipeline) != sharing_batch(here):
             continue
         if own["flags"][0] == theirs["flags"][0] and own["flags"] != theirs["flags"]:
@@ -142,12 +150,6 @@ def _check_peers(replies: Replies, here: str) -> None:
 
 
 def _check_pipeline(request: Request, replies: Sequence[Reply]) -> None:
-    for rank, reply in enumerate(replies):
-        if reply["autocast"] != replies[0]["autocast"]:
-            raise ValueError(
-                f"autocast is {replies[0]['autocast']} on rank 0 and {reply['autocast']} on rank {rank}: call step "
-                "within the same torch.autocast on every rank (a layer may enter one of its own)"
-            )
     whole = {name: rows for reply in replies for name, rows in reply["whole"].items()}
     check_splits(whole, request.num_microbatches)
     taken = {name for reply in replies for name in reply["kwargs"]}

@@ -31,6 +31,7 @@ from fastpipe.runtime.common import (
     add_note,
     call_in_thread,
     cause_text,
+    claimed,
     failure_of,
     listed,
     set_grad_dtype,
@@ -140,7 +141,12 @@ _ROUND_SECONDS = 5.0
 Value = TypeVar("Value")
 _collective = threading.Lock()
 """Held by the pipeline of this process that is in collective work of torch.distributed, whose groups take one call at
-a time, in the same order on all ranks."""
+a time, in the same order on all ranks. Who waited for it could be waited for by a rank whose threads come in another
+order."""
+_IS_COLLECTIVE = (
+    "while another pipeline of this process is in such a call, in another thread: a process group takes one call at a "
+    "time, so save, load and gather outputs in one thread"
+)
 _MAX_SIGNATURES = 64
 """The number of cached input signatures; other signatures cost a step with headers."""
 
@@ -627,11 +633,11 @@ class Steps:
             RuntimeError: if another pipeline of this process is in collective work, in another thread.
         """
         published = contextlib.nullcontext() if shared is None else shared.published()
-        with published, self._calls.entered(), self._exchanging(), contextlib.ExitStack() as claimed:
+        with published, self._calls.entered(), self._exchanging(), contextlib.ExitStack() as in_turn:
 
             def claim_and_make() -> tuple[None, Reply]:
                 if then is not None and not self._works_alone(shared):
-                    claimed.enter_context(_claimed(call))
+                    in_turn.enter_context(claimed(_collective, f"{call} {_IS_COLLECTIVE}"))
                 return None, make()
 
             _, replies = self._agree(call, claim_and_make, f"failed in {call}")
@@ -726,20 +732,6 @@ class Steps:
             return running.done()
         finally:
             del running
-
-
-@contextlib.contextmanager
-def _claimed(call: str) -> Iterator[None]:
-    """Context of collective work. Who waited here could be waited for by a rank whose threads come in another order."""
-    if not _collective.acquire(blocking=False):
-        raise RuntimeError(
-            f"{call} while another pipeline of this process is in such a call, in another thread: a process group "
-            "takes one call at a time, so save, load and gather outputs in one thread"
-        )
-    try:
-        yield
-    finally:
-        _collective.release()
 
 
 def _unblock(mesh_groups: MeshGroups, events: DeviceEvents, transport: Transport, failure: Failure) -> None:
