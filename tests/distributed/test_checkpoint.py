@@ -169,6 +169,7 @@ def save_without_a_process_group(folder: str, victims: list[int]) -> list[str]:
         lambda: save_checkpoint(f"{folder}/b", pipe),
         lambda: load_checkpoint(f"{folder}/a", pipe),
         lambda: MemoryCheckpoint(pipe, name="ended", folder=folder),
+        lambda: pipe.eval_step(torch.zeros(16, WIDTH), gather_outputs=True),
     ]
     texts = [caught(call)[1] for call in calls]
     if not dist.is_initialized():
@@ -181,7 +182,7 @@ def test_a_process_group_that_has_ended_is_an_error_for_all(victims: list[int], 
     with ranks(2) as started:
         for texts in started.run(save_without_a_process_group, str(tmp_path), victims):
             for text in texts:
-                assert "the process group has been destroyed" in text and "after the last checkpoint" in text, text
+                assert "the process group has been destroyed" in text and "after the last " in text, text
     assert not (tmp_path / "b").exists()
 
 

@@ -260,6 +260,7 @@ def test_ranks_with_other_batches_or_autocast_are_refused() -> None:
     target_differs = input_differs.replace("the input", "target")
     refuses(lambda: pipe.step(x + rank, target=y), input_differs)
     refuses(lambda: pipe.step(x, target=y + rank), target_differs)
+    refuses(lambda: pipe.step(x, target=y.double() if rank else y), r"target has another dtype or shape on ranks \[1\]")
     refuses(lambda: pipe.step(x if rank == 0 else None, **only_needed, index=rank), "index=0; rank 1")
     pipe.step(x if rank == 0 else None, **only_needed, index=7)
     for number in range(6):

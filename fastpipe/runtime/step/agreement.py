@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import bytes_of, is_block_mask
+from fastpipe.runtime.common import bytes_of, dtype_name, is_block_mask
 from fastpipe.runtime.coordination import Replies, Reply, sharing_batch
 from fastpipe.runtime.model import check_changes
 from fastpipe.runtime.step.inputs import NAMED, ROWS, RULE, Inputs, Request, input_names
@@ -41,13 +41,14 @@ def batch_digests(request: Request, inputs: Inputs, whole: bool) -> dict[str, li
     found = {}
     for name, value in given.items():
         if value is not None and not isinstance(value, Iterator):
-            found[name] = [[type(value).__name__, *_lengths(value)], _digest(value, 0, whole)]
+            found[name] = [[type(value).__name__, *_form(value)], _digest(value, 0, whole)]
     return found
 
 
-def _lengths(value: Any) -> Sequence[int]:
+def _form(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor):
-        return [] if value.is_nested else value.shape  # a nested one has a symbol among its sizes
+        # a nested one has a symbol among its sizes
+        return [dtype_name(value.dtype), *([] if value.is_nested else value.shape)]
     return [len(value)] if isinstance(value, list) else []
 
 
@@ -184,8 +185,10 @@ def check_batches(digests: Mapping[str, Mapping[str, list[Any]]]) -> None:
             first, *_ = found
             others = [rank for rank, own in found.items() if own != found[first]]
             if others:
+                same_form = all(own[0] == found[first][0] for own in found.values())
+                what = "other values" if same_form else "another dtype or shape"
                 raise ValueError(
-                    f"{name} has other values on ranks [{', '.join(others)}] than on rank {first}: in every call of "
+                    f"{name} has {what} on ranks [{', '.join(others)}] than on rank {first}: in every call of "
                     "step give all ranks of a pipeline the same batch, or None where a rank does not need it, and so "
                     "along other dimensions of a mesh (name one whose ranks have data of their own 'cp', 'ep' or a "
                     "name that begins with 'dp'). Shuffle by the same seed on all of them, give a DistributedSampler "

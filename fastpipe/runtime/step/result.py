@@ -440,6 +440,11 @@ def gather_outputs(steps: Steps, member: Membership, own: dict[int, Any]) -> dic
     stage = max(steps.stages, key=lambda stage: stage.index)
 
     def headers() -> Reply:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "gather_outputs: the process group has been destroyed, and outputs are sent over it: call "
+                "dist.destroy_process_group() after the last step"
+            )
         for i, output in sorted(own.items()):
             # in a dict, which preserves tuples
             packed[i] = dense_all(to_tensors({"output": output}, {}, stage.index, mesh=stage.mesh))
