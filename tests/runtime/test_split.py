@@ -249,16 +249,6 @@ WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
         lambda m, x: ending(m, through(m, x) + x),
         "something between inner.blocks.5 and inner.norm",
     ),
-    "between blocks": (
-        lambda m, x: ending(m, through(m, x, lambda x: x * 2)),
-        "between inner.blocks.0 and inner.blocks.1",
-    ),
-    "in place": (
-        lambda m, x: ending(m, through(m, x, lambda x: x.mul_(2))),
-        "between inner.blocks.0 and inner.blocks.1",
-    ),
-    "after the head": (lambda m, x: ending(m, through(m, x)) * 2, "something after head"),
-    "in place after the head": (lambda m, x: ending(m, through(m, x)).mul_(2), "something after head"),
     "functional head": (
         lambda m, x: nn.functional.linear(m.inner["norm"](through(m, x)), m.head.weight),
         "something after inner.norm",
@@ -293,6 +283,107 @@ def test_what_is_no_row_is_refused(what: str) -> None:
         fastpipe.split(Wrong(forward), batch()[0])
 
 
+def no_grad_between(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x * 2
+
+
+def autocast_between(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x * 2
+
+
+WRONG |= {
+    "without gradients": (
+        lambda m, x: ending(m, through(m, x, no_grad_between)),
+        "between inner.blocks.0 and inner.blocks.1 .*a no_grad or an autocast of its own",
+    ),
+    "autocast": (lambda m, x: ending(m, through(m, x, autocast_between)), "a no_grad or an autocast of its own"),
+    "a value decides": (
+        lambda m, x: ending(m, through(m, x, lambda x: x * 2 if x.mean() > 0 else x)),
+        "between inner.blocks.0 and inner.blocks.1 that torch.fx cannot trace .*control flow",
+    ),
+    "a tuple": (lambda m, x: (ending(m, through(m, x)), 1), "something after head .*does not depend on that alone"),
+    "rows of the input": (
+        lambda m, x: ending(m, through(m, x) / len(x)),
+        "another number of rows in the example.*a size that it read before them",
+    ),
+    "tokens of the input": (
+        lambda m, x: ending(m, through(m, x).view(-1, x.shape[1], WIDTH)),
+        "another number of elements in dimension 1.*a size that it read before them",
+    ),
+}
+
+FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "between blocks": lambda m, x: ending(m, through(m, x, lambda x: x * 2)),
+    "in place": lambda m, x: ending(m, through(m, x, lambda x: x.mul_(2))),
+    "in place, without its result": lambda m, x: ending(m, through(m, x, lambda x: [x.mul_(2), x][1])),
+    "sizes": lambda m, x: ending(m, through(m, x, lambda x: x.reshape(x.shape[0], -1, WIDTH) / x.size(1))),
+    "pooling": lambda m, x: m.head(m.inner["norm"](through(m, x))[:, [0, -1]].mean(1, keepdim=True)),
+    "after the head": lambda m, x: nn.functional.log_softmax(ending(m, through(m, x)), dim=-1),
+    "in place after the head": lambda m, x: ending(m, through(m, x)).mul_(2),
+    "a part without gradients": lambda m, x: ending(m, through(m, x, lambda x: x + x.detach())),
+}
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 2), ("zbv", 2), ("gpipe", 8)])
+@pytest.mark.parametrize("what", FUNCTIONS)
+def test_functions_of_the_previous_output(what: str, schedule: str, num_ranks: int, executor: str) -> None:
+    model, unsplit = Wrong(FUNCTIONS[what]), Wrong(FUNCTIONS[what])
+    ids, _ = batch()
+    target = torch.rand_like(model(ids).detach())
+    layers = fastpipe.split(model, ids[:1])
+    assert len(layers) == 1 + 6 + 2
+    pipe = fastpipe.Pipeline(layers, schedule, 3, nn.functional.mse_loss, num_ranks=num_ranks, executor=executor)
+    parity = fastpipe.check_parity(pipe, unsplit, (ids, target))
+    assert parity.ok, parity
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    assert pipe.eval_step(ids).outputs.shape == target.shape
+
+
+def test_functions_leave_the_hooks_of_modules_alone() -> None:
+    """Those get the module's tensors, and no proxies; those of a module that no stage calls are refused."""
+    model, seen = Wrong(FUNCTIONS["pooling"]), []
+    model.head.register_forward_pre_hook(lambda _, args: seen.extend(map(type, args)))
+    model.inner["norm"].register_forward_hook(lambda _, args, output: seen.append(type(output)))
+    fastpipe.split(model, batch()[0])
+    assert seen and set(seen) == {torch.Tensor}
+    model.inner.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="the ModuleDict has hooks"):
+        fastpipe.split(model, batch()[0])
+
+
+class Residues(nn.Module):
+    """As a ResNet is written: Sequentials of blocks, one after the other, then a pooling and a flattening."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.layer1, self.layer2, self.layer3 = (
+            nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(count)))
+            for count in (2, 3, 1)
+        )
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer3(self.layer2(self.layer1(nn.functional.relu(self.stem(x), inplace=True))))
+        return self.head(torch.flatten(self.pool(x), 1))
+
+
+def test_rows_that_follow_each_other() -> None:
+    model, unsplit = Residues(), Residues()
+    x, target = torch.randn(8, 3, 9, 9), torch.randint(5, (8,))
+    layers = fastpipe.split(model, x[:2])
+    assert len(layers) == 1 + 2 + 3 + 1 + 2
+    pipe = fastpipe.Pipeline(layers, "zbv", 4, nn.functional.cross_entropy, num_ranks=2)
+    parity = fastpipe.check_parity(pipe, unsplit, (x, target))
+    assert parity.ok, parity
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    model.layer2.register_forward_hook(lambda *_: None)  # it stays a layer then
+    assert len(fastpipe.split(model, x[:2])) == 1 + 2 + 1 + 1 + 2
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_no_row_in_training_is_refused(training: bool) -> None:
     """A model that is handed over to be evaluated may be trained later."""
@@ -302,7 +393,7 @@ def test_what_is_no_row_in_training_is_refused(training: bool) -> None:
 
     model = Wrong(forward).train(training)
     model.head.eval()
-    with pytest.raises(ValueError, match="between inner.blocks.0|in training"):
+    with pytest.raises(ValueError, match="in training|in evaluation"):
         fastpipe.split(model, batch()[0])
     assert model.training == training and not model.head.training
 
@@ -456,7 +547,7 @@ def test_blocks_in_a_sequential_or_a_dict(kind: type[nn.Module], schedule: str, 
     with torch.no_grad():
         target = torch.randn_like(model(x))
     layers = fastpipe.split(model, x[:2])
-    assert len(layers) == 1 + 4 + (3 if kind is Patches else 2)
+    assert len(layers) == 1 + 4 + (4 if kind is Patches else 2)
     pipe = fastpipe.Pipeline(layers, schedule, 4, nn.functional.mse_loss, num_ranks=2, executor=executor)
     assert pipe.state_dict().keys() == model.state_dict().keys()
     parity = fastpipe.check_parity(pipe, unsplit, (x, target))

@@ -2,7 +2,8 @@
 
 The layers in sequence return the model's output; otherwise an error states the reason. Those of a model of Hugging Face
 are in `hugging_face.py`. Of another model with a list of blocks they are what precedes the blocks, every block, and
-every later module. A run on an example finds the blocks and the later modules, and checks that each feeds the next.
+every later module. A run on an example finds the blocks and the later modules, and checks that each feeds the next,
+through functions at most, which a second run traces.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from fastpipe.runtime.common import children_of, cuda_devices, on_meta, torch_private, version_of
+from fastpipe.runtime.common import children_of, cuda_devices, first_line, on_meta, pytree, torch_private, version_of
 from fastpipe.runtime.model.chain import (
     Layers,
     WholeNames,
@@ -36,9 +37,22 @@ logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
 
 _MAX_TRIED = 4
-Further = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""Arguments of a module beside the previous one's output, by position and by name; equal in every step, and a `Buffer`
-in place of one of the model's."""
+
+
+class Further(NamedTuple):
+    """What a module gets beside the previous one's output; equal in every step.
+
+    Attributes:
+        args, kwargs: further arguments, with a `Buffer` in place of one of the model's.
+        before: a function that the model's forward applies to the previous output, such as a pooling; None if it passes
+            it on.
+        after: of the last module, what makes the model's output of its output.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    before: fx.GraphModule | None = None
+    after: fx.GraphModule | None = None
 
 
 def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) -> Layers:
@@ -59,8 +73,9 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
               running an example, on which the layers are compared with the model.
             * Another module with an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of blocks, with an
               example: the part of its forward before the first block, every block, and every later module. Each block
-              and later module must take the output of the one before it, and further only buffers of the model and
-              constants. Running the example checks this, and compares the layers with the model.
+              and later module must take the output of the one before it, or a function of it alone that `torch.fx` can
+              trace, such as ``x.mean(1)``, and further only buffers of the model and constants. Running the example
+              checks this, and compares the layers with the model, also with fewer rows and a shorter input.
         example: one microbatch, as the model takes it; required for the last kind.
         kwargs: keyword arguments of the example; for the last kind only the part before the blocks may use them.
 
@@ -123,25 +138,63 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"model is a {type(model).__name__}: give one microbatch as an example, as in split(model, x), to trace "
             "its forward"
         )
-    refusal: ValueError | None = None
-    for blocks in rows_of_modules(model):
+    found, refusals = {}, {}
+    for i, blocks in enumerate(rows_of_modules(model)):
         try:
-            return _row_of(model, blocks, example, kwargs)
+            found[i] = _run_restored(model, partial(row_of_modules, model, blocks, example, kwargs))
         except ValueError as error:
-            # the first candidate's reason says most
-            refusal = refusal or error
-    assert refusal is not None
-    raise refusal
+            refusals[i] = error
+    for i, (row, expected) in sorted(found.items(), key=lambda item: -len(item[1][0])):
+        try:
+            return _layers_of(model, row, expected, example, kwargs)
+        except ValueError as error:
+            refusals[i] = error
+    raise refusals[min(refusals)]  # that of the most likely candidate says most
 
 
-def _row_of(model: nn.Module, blocks: list[str], example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
-    row, expected = _run_restored(model, lambda: row_of_modules(model, blocks, example, kwargs))
+def _layers_of(
+    model: nn.Module, row: Mapping[str, Further], expected: Any, example: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Layers:
+    for path in _holders_of(row):
+        check_whole_unhooked(model.get_submodule(path))
     make = partial(RowStage, model, row)
     layers = Layers((make([layer]) for layer in range(len(row) + 1)), make=make)
     _check_complete(model, layers)
     whole, sequence = partial(model, *example, **kwargs), partial(_run_layers, model, layers, example, kwargs)
     _compare(model, layers, whole, sequence, expected)
+    if any(further.before or further.after for further in row.values()):
+        _compare_other_sizes(model, layers, example, kwargs)
     return layers
+
+
+def _compare_other_sizes(model: nn.Module, layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a function that was traced with a size of the example, instead of that of its input."""
+    tensors = [leaf for leaf in pytree.tree_leaves((example, kwargs)) if isinstance(leaf, torch.Tensor)]
+    for dim, what in enumerate(("rows", "elements in dimension 1")):
+        size = next((tensor.shape[dim] for tensor in tensors if tensor.dim() > dim), 0)
+        if size < 1:
+            continue
+
+        def other(leaf: Any, dim: int = dim, size: int = size) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() <= dim or leaf.shape[dim] != size:
+                return leaf
+            return leaf.narrow(dim, 0, size - 1) if size > 1 else torch.cat([leaf, leaf], dim)
+
+        args, named = pytree.tree_map(other, (example, kwargs))
+        try:
+            expected = _run_restored(model, partial(model, *args, **named))
+        except Exception:  # the model takes no other size there
+            continue
+        try:
+            same = torch.equal(_run_restored(model, partial(_run_layers, model, layers, args, named)), expected)
+        except ValueError:
+            same = False
+        if not same:
+            raise ValueError(
+                f"model: with another number of {what} in the example, its layers in sequence do not return the "
+                f"model's output ({type(model).__name__}): after its blocks it uses a size that it read before them; "
+                f"read it from the blocks' output, {INSTEAD}"
+            )
 
 
 def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> HuggingFaceLayers:
@@ -265,6 +318,7 @@ class Call:
         version: of the output; grows with changes in place.
         seen: version of the first argument at the call.
         has_grad: whether gradients were on at the call.
+        before: what the forward made the first argument with, if that was traced.
     """
 
     path: str
@@ -274,6 +328,50 @@ class Call:
     version: int = 0
     seen: int = 0
     has_grad: bool = True
+    before: fx.GraphModule | None = None
+
+
+class Function(fx.Tracer):
+    """What a forward does between two calls of modules, traced as a function of the first one's output.
+
+    Args:
+        value: the output.
+
+    Attributes:
+        stand_in: for the forward in place of the output.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.graph, self.root = fx.Graph(), nn.Module()
+        self._value, self._mode = value, _mode_of(value)
+        self.stand_in = self.create_proxy("placeholder", "value", (), {})
+
+    def create_arg(self, a: Any) -> Any:
+        """Refuse tensors, which torch.fx would keep as constants."""
+        if isinstance(a, torch.Tensor):
+            raise TypeError("it uses another tensor")
+        return super().create_arg(a)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Refuse calls in a context, which torch.fx does not record."""
+        if _mode_of(self._value) != self._mode:
+            raise TypeError("it has a no_grad or an autocast of its own")
+        return super().create_node(*args, **kwargs)
+
+    def returning(self, result: Any) -> tuple[torch.Tensor, fx.GraphModule | None]:
+        """The value of a proxy, and the function, or None if it returns the output itself."""
+        if not isinstance(result, fx.Proxy) or result.tracer is not self:
+            raise TypeError("its result does not depend on that alone")
+        if len(self.graph.nodes) == 1:
+            return self._value, None
+        self.graph.output(result.node)
+        function = fx.GraphModule(self.root, self.graph)
+        return function(self._value), function
+
+
+def _mode_of(value: torch.Tensor) -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(value.device.type)
 
 
 def rows_of_modules(model: nn.Module) -> list[list[str]]:
@@ -304,8 +402,9 @@ def row_of_modules(
 ) -> tuple[dict[str, Further], Any]:
     """The names of a model's blocks and of the later modules with their further arguments, and the model's output.
 
-    Each but the first takes the output of the one before it, and further only buffers of the model, numbers, text and
-    None. The last output is the model's. Anything may precede the first block.
+    Each but the first takes the output of the one before it, or a function of it, and further only buffers of the
+    model, numbers, text and None. The model's output is the last one, or a function of it. Anything may precede the
+    first block.
 
     Raises:
         ValueError: if the model differs, with the place and a remedy.
@@ -313,25 +412,48 @@ def row_of_modules(
     calls: list[Call] = []
     with torch.enable_grad(), _recording(model, blocks, calls):
         output = model(*args, **kwargs)
-    if [call.path for call in calls[: len(blocks)]] != list(blocks):
-        found = ", ".join(call.path for call in calls[: len(blocks)]) or "none"
+    names = [call.path for call in calls]
+    if names[: len(blocks)] != list(blocks):
+        found = ", ".join(names[: len(blocks)]) or "none"
         listed = f"{blocks[0]} to {blocks[-1]}"
         raise ValueError(f"model: its blocks are {listed}, and its forward called {found}; {INSTEAD}")
+    buffers = {id(buffer): Buffer(name) for name, buffer in model.named_buffers()}
     for call in calls:
         if not isinstance(call.output, torch.Tensor):
             raise ValueError(f"model: {call.path} returns a {type(call.output).__name__}, not a tensor; {INSTEAD}")
-    buffers = {id(buffer): Buffer(name) for name, buffer in model.named_buffers()}
-    for call, before in zip(calls, [None, *calls], strict=False):
-        _check_link(before, call, buffers)
-    if calls[-1].output is not output or version_of(calls[-1].output) != calls[-1].version:
-        raise ValueError(f"model: its forward does something after {calls[-1].path}; make that a module, {INSTEAD}")
-    names = [call.path for call in calls]
+        _check_others(call, buffers)
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"model: {twice} is called twice; {INSTEAD}")
     if not all(call.has_grad for call in calls):
         _check_gradients(model, blocks, args, kwargs)
-    return {call.path: _by_name(call, buffers) for call in calls}, output
+    is_last = calls[-1].output is output and version_of(calls[-1].output) == calls[-1].version
+    if is_last and all(map(_is_fed, calls, calls[1:])):
+        return {call.path: _by_name(call, buffers) for call in calls}, output
+    traced, after = _traced(model, blocks, args, kwargs, names)
+    row = {call.path: _by_name(call, buffers) for call in traced}
+    row[names[-1]] = row[names[-1]]._replace(after=after)
+    return row, output
+
+
+def _traced(
+    model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> tuple[list[Call], fx.GraphModule | None]:
+    """The calls of another run, with the functions between them, and the one after the last."""
+    calls: list[Call] = []
+    functions: list[Function] = []
+    try:
+        with torch.enable_grad(), _recording(model, blocks, calls, functions=functions):
+            output = model(*args, **kwargs)
+        _, after = functions[-1].returning(output)
+    except Exception as error:  # of the model's code, which gets proxies
+        at = len(functions) - 1
+        place = f"between {names[at]} and {names[at + 1]}" if at + 1 < len(names) else f"after {names[-1]}"
+        raise ValueError(
+            f"model: its forward does something {place} that torch.fx cannot trace as a function of one tensor "
+            f"({first_line(error)}); make that a module, or a part of one, {INSTEAD}"
+        ) from error
+    return calls, after
 
 
 def _check_gradients(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -353,44 +475,59 @@ def _check_gradients(model: nn.Module, blocks: Sequence[str], args: Sequence[Any
 
 
 def _by_name(call: Call, buffers: Mapping[int, Buffer]) -> Further:
-    args, kwargs = call.args[1:], call.kwargs
-    return tuple(buffers.get(id(a), a) for a in args), {name: buffers.get(id(a), a) for name, a in kwargs.items()}
+    args = tuple(buffers.get(id(a), a) for a in call.args[1:])
+    return Further(args, {name: buffers.get(id(a), a) for name, a in call.kwargs.items()}, call.before)
 
 
 @contextlib.contextmanager
 def _recording(
-    model: nn.Module, blocks: Sequence[str], calls: list[Call], *, keeps_graph: bool = False
+    model: nn.Module,
+    blocks: Sequence[str],
+    calls: list[Call],
+    *,
+    keeps_graph: bool = False,
+    functions: list[Function] | None = None,
 ) -> Iterator[None]:
     """Record the calls of the blocks, and after the first block all outermost calls of modules.
 
     Without ``keeps_graph`` gradients are off within modules, as activations of the whole model may not fit.
+
+    Args:
+        functions: gets what is done after each call, and the model's forward gets proxies in place of the outputs.
     """
     open_calls: list[Call] = []
-    holders = {".".join(blocks[0].split(".")[:n]) for n in range(len(blocks[0].split(".")))}
+    entered = _holders_of(blocks[:1]) | _later_rows(model, blocks)
     handles = []
 
-    def enter(path: str, args: Any, kwargs: Any) -> None:
+    def enter(path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not open_calls and (calls or path in blocks):
+            args, before = _concrete(functions, args)
             first = args[0] if args else None
-            calls.append(Call(path, args, kwargs, seen=version_of(first) if isinstance(first, torch.Tensor) else 0))
+            seen = version_of(first) if isinstance(first, torch.Tensor) else 0
+            calls.append(Call(path, args, kwargs, seen=seen, before=before))
         call = calls[-1] if calls else Call(path, args, kwargs)
         if not open_calls:
             call.has_grad = torch.is_grad_enabled()
             torch.set_grad_enabled(call.has_grad and keeps_graph)
         open_calls.append(call)
+        return args, kwargs
 
-    def leave(output: Any) -> None:
+    def leave(output: Any) -> Any:
         call = open_calls.pop()
         if not open_calls:
             torch.set_grad_enabled(call.has_grad)
             call.output = output
             call.version = version_of(output) if isinstance(output, torch.Tensor) else 0
+            if functions is not None and calls:
+                functions.append(Function(output))
+                return functions[-1].stand_in
+        return output
 
     for path, module in model.named_modules():
-        if path not in holders:
-            handles.append(
-                module.register_forward_pre_hook(lambda _, a, k, path=path: enter(path, a, k), with_kwargs=True)
-            )
+        if path not in entered:
+            hook = partial(lambda path, _, args, kwargs: enter(path, args, kwargs), path)
+            # the user's hooks get what the module gets, and no proxy
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(lambda _, __, output: leave(output)))
     try:
         yield
@@ -399,20 +536,27 @@ def _recording(
             handle.remove()
 
 
-def _check_link(before: Call | None, after: Call, buffers: Container[int]) -> None:
-    others = [value for value in (*after.args[1:], *after.kwargs.values()) if not _is_fixed(value, buffers)]
+def _concrete(
+    functions: Sequence[Function] | None, args: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], fx.GraphModule | None]:
+    """Arguments of a module, with the value of a proxy, and the function that computes it."""
+    if not functions:
+        return args, None
+    value, before = functions[-1].returning(args[0] if args else None)
+    return (value, *args[1:]), before
+
+
+def _check_others(call: Call, buffers: Container[int]) -> None:
+    others = [value for value in (*call.args[1:], *call.kwargs.values()) if not _is_fixed(value, buffers)]
     if others:
         raise ValueError(
-            f"model: {after.path} gets {len(others)} more arguments than its input that are not buffers of the "
+            f"model: {call.path} gets {len(others)} more arguments than its input that are not buffers of the "
             f"model; {INSTEAD}"
         )
-    if before is None:
-        return
-    if after.args[:1] == () or after.args[0] is not before.output or after.seen != before.version:
-        raise ValueError(
-            f"model: its forward does something between {before.path} and {after.path}; make that a part of one of "
-            f"them, {INSTEAD}"
-        )
+
+
+def _is_fed(before: Call, after: Call) -> bool:
+    return after.args[:1] != () and after.args[0] is before.output and after.seen == before.version
 
 
 def _is_fixed(value: Any, buffers: Container[int]) -> bool:
@@ -458,16 +602,20 @@ class RowStage(WholeNames):
         for model, further in self._before:
             value = self._run_before(model, further, args, kwargs)
         for module, further in self._own:
+            if further.before is not None:
+                value = further.before(value)
             others, named = self._present(further)
             # another stage may have moved the model's buffer
             others = tuple(_on_device_of(value, other) for other in others)
             value = module(value, *others, **{name: _on_device_of(value, other) for name, other in named.items()})
+            if further.after is not None:
+                value = further.after(value)
         return value
 
     def _share_buffers(self, model: nn.Module, further: Further) -> None:
         """Hold the buffers that a module gets, under the model's names: they are loaded and saved with this stage."""
-        args, kwargs = further
-        for path in {v.name.rpartition(".")[0] for v in (*args, *kwargs.values()) if isinstance(v, Buffer)}:
+        values = (*further.args, *further.kwargs.values())
+        for path in {v.name.rpartition(".")[0] for v in values if isinstance(v, Buffer)}:
             holder: nn.Module = self
             for name in path.split(".") if path else ():
                 if name not in children_of(holder):
@@ -475,10 +623,10 @@ class RowStage(WholeNames):
                 holder = holder.get_submodule(name)
             torch_private.share_buffers(holder, model.get_submodule(path))
 
-    def _present(self, further: Further) -> Further:
+    def _present(self, further: Further) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Further arguments, with the buffers that are there now."""
-        args, kwargs = further
-        return tuple(map(self._value_of, args)), {name: self._value_of(value) for name, value in kwargs.items()}
+        named = {name: self._value_of(value) for name, value in further.kwargs.items()}
+        return tuple(map(self._value_of, further.args)), named
 
     def _value_of(self, value: Any) -> Any:
         return self.get_buffer(value.name) if isinstance(value, Buffer) else value
@@ -573,6 +721,25 @@ def _before_row(
         own = None if child is None else _before_row(child, _join(path, name), row, copied)
         children_of(twin)[name] = own
     return twin
+
+
+def _later_rows(model: nn.Module, blocks: Collection[str]) -> set[str]:
+    """The outermost Sequentials that may follow the blocks; their members are called instead of them."""
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        is_within = path.startswith(tuple(f"{other}." for other in (*blocks, *found)))
+        is_plain = (
+            type(module) is nn.Sequential and "forward" not in vars(module) and not torch_private.has_hooks(module)
+        )
+        if is_plain and len(children_of(module)) and path not in blocks and not is_within:
+            found.add(path)
+    return found
+
+
+def _holders_of(row: Iterable[str]) -> set[str]:
+    """The modules that contain those of a row."""
+    parts = [name.split(".") for name in row]
+    return {".".join(names[:n]) for names in parts for n in range(len(names))}
 
 
 def _join(path: str, name: str) -> str:
