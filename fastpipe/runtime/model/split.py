@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -24,6 +24,7 @@ from fastpipe.runtime.model.chain import (
     Layers,
     WholeNames,
     accepted_names,
+    as_inputs,
     as_layers,
     check_forward,
     check_whole_unhooked,
@@ -43,7 +44,8 @@ class Further(NamedTuple):
     """What a module gets beside the previous one's output; equal in every step.
 
     Attributes:
-        args, kwargs: further arguments, with a `Buffer` in place of one of the model's.
+        args, kwargs: further arguments, with a `Buffer` in place of one of the model's, and a `Shared` in place of what
+            the first block gets, too.
         before: a function that the model's forward applies to the previous output, such as a pooling; None if it passes
             it on.
         after: of the last module, what makes the model's output of its output.
@@ -53,6 +55,14 @@ class Further(NamedTuple):
     kwargs: Mapping[str, Any]
     before: fx.GraphModule | None = None
     after: fx.GraphModule | None = None
+
+    def values(self) -> list[Any]:
+        """All further arguments."""
+        return [*self.args, *self.kwargs.values()]
+
+    def shared(self) -> list[int | str]:
+        """Which of the first block's arguments are among them."""
+        return [value.key for value in self.values() if isinstance(value, Shared)]
 
 
 def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) -> Layers:
@@ -74,8 +84,8 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
             * Another module with an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of blocks, with an
               example: the part of its forward before the first block, every block, and every later module. Each block
               and later module must take the output of the one before it, or a function of it alone that `torch.fx` can
-              trace, such as ``x.mean(1)``, and further only buffers of the model and constants. Running the example
-              checks this, and compares the layers with the model, also with fewer rows and a shorter input.
+              trace, such as ``x.mean(1)``, and further only what the first block gets, too, buffers of the model, and
+              constants. Running the example checks this, and compares the layers with the model.
         example: one microbatch, as the model takes it; required for the last kind.
         kwargs: keyword arguments of the example; for the last kind only the part before the blocks may use them.
 
@@ -286,7 +296,7 @@ def _run_layers(model: nn.Module, layers: Layers, example: tuple[Any, ...], kwar
     try:
         value = layers[0](*example, **kwargs)
         for layer in layers[1:]:
-            value = layer(value, **selected(kwargs, accepted_names(layer)))
+            value = layer(*as_inputs((value,)), **selected(kwargs, accepted_names(layer)))
     except Exception as error:  # raised again with an explanation
         raise ValueError(
             f"model: its layers in sequence fail where the model does not ({error}); its forward may use blocks, or "
@@ -310,6 +320,13 @@ class Buffer:
     name: str
 
 
+@dataclass(frozen=True)
+class Shared:
+    """An argument of the first block, by position or name, that others get, too: stages pass it on."""
+
+    key: int | str
+
+
 @dataclass
 class Call:
     """One call of a module.
@@ -317,6 +334,7 @@ class Call:
     Attributes:
         version: of the output; grows with changes in place.
         seen: version of the first argument at the call.
+        versions: of all tensors among the arguments at the call, by id.
         has_grad: whether gradients were on at the call.
         before: what the forward made the first argument with, if that was traced.
     """
@@ -327,6 +345,7 @@ class Call:
     output: Any = None
     version: int = 0
     seen: int = 0
+    versions: Mapping[int, int] = field(default_factory=dict)
     has_grad: bool = True
     before: fx.GraphModule | None = None
 
@@ -403,8 +422,8 @@ def row_of_modules(
     """The names of a model's blocks and of the later modules with their further arguments, and the model's output.
 
     Each but the first takes the output of the one before it, or a function of it, and further only buffers of the
-    model, numbers, text and None. The model's output is the last one, or a function of it. Anything may precede the
-    first block.
+    model, what the first block gets, numbers, text and None. The model's output is the last one, or a function of it.
+    Anything may precede the first block.
 
     Raises:
         ValueError: if the model differs, with the place and a remedy.
@@ -417,11 +436,10 @@ def row_of_modules(
         found = ", ".join(names[: len(blocks)]) or "none"
         listed = f"{blocks[0]} to {blocks[-1]}"
         raise ValueError(f"model: its blocks are {listed}, and its forward called {found}; {INSTEAD}")
-    buffers = {id(buffer): Buffer(name) for name, buffer in model.named_buffers()}
     for call in calls:
         if not isinstance(call.output, torch.Tensor):
             raise ValueError(f"model: {call.path} returns a {type(call.output).__name__}, not a tensor; {INSTEAD}")
-        _check_others(call, buffers)
+    row = _row_by_name(model, calls)
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"model: {twice} is called twice; {INSTEAD}")
@@ -429,9 +447,9 @@ def row_of_modules(
         _check_gradients(model, blocks, args, kwargs)
     is_last = calls[-1].output is output and version_of(calls[-1].output) == calls[-1].version
     if is_last and all(map(_is_fed, calls, calls[1:])):
-        return {call.path: _by_name(call, buffers) for call in calls}, output
+        return row, output
     traced, after = _traced(model, blocks, args, kwargs, names)
-    row = {call.path: _by_name(call, buffers) for call in traced}
+    row = _row_by_name(model, traced)
     row[names[-1]] = row[names[-1]]._replace(after=after)
     return row, output
 
@@ -474,9 +492,31 @@ def _check_gradients(model: nn.Module, blocks: Sequence[str], args: Sequence[Any
             )
 
 
-def _by_name(call: Call, buffers: Mapping[int, Buffer]) -> Further:
-    args = tuple(buffers.get(id(a), a) for a in call.args[1:])
-    return Further(args, {name: buffers.get(id(a), a) for name, a in call.kwargs.items()}, call.before)
+def _row_by_name(model: nn.Module, calls: Sequence[Call]) -> dict[str, Further]:
+    """The further arguments of each call, by its path: equal in every step, or the first block's."""
+    first, *_ = calls
+    given: dict[int | str, Any] = dict(enumerate(first.args[1:], 1)) | dict(first.kwargs)
+    known: dict[int, Any] = {id(v): Shared(key) for key, v in given.items() if isinstance(v, torch.Tensor | tuple)}
+    known |= {id(buffer): Buffer(name) for name, buffer in model.named_buffers()}
+    shared = [value for value in given.values() if isinstance(known.get(id(value)), Shared)]
+    if any(first.versions[id(tensor)] != version_of(tensor) for tensor in _tensors_of(shared)):
+        raise ValueError(f"model: its blocks change an argument beside their input in place; {INSTEAD}")
+    row = {}
+    for call in calls:
+        values = [*call.args[1:], *call.kwargs.values()]
+        others = [v for v in values if not (id(v) in known or v is None or type(v) in (bool, int, float, str))]
+        if others:
+            raise ValueError(
+                f"model: {call.path} gets {len(others)} more arguments than its input that are not buffers of the "
+                f"model, nor arguments of the first block; {INSTEAD}"
+            )
+        args = tuple(known.get(id(a), a) for a in call.args[1:])
+        row[call.path] = Further(args, {name: known.get(id(a), a) for name, a in call.kwargs.items()}, call.before)
+    return row
+
+
+def _tensors_of(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 @contextlib.contextmanager
@@ -504,7 +544,8 @@ def _recording(
             args, before = _concrete(functions, args)
             first = args[0] if args else None
             seen = version_of(first) if isinstance(first, torch.Tensor) else 0
-            calls.append(Call(path, args, kwargs, seen=seen, before=before))
+            versions = {id(tensor): version_of(tensor) for tensor in _tensors_of((args, kwargs))}
+            calls.append(Call(path, args, kwargs, seen=seen, versions=versions, before=before))
         call = calls[-1] if calls else Call(path, args, kwargs)
         if not open_calls:
             call.has_grad = torch.is_grad_enabled()
@@ -546,22 +587,8 @@ def _concrete(
     return (value, *args[1:]), before
 
 
-def _check_others(call: Call, buffers: Container[int]) -> None:
-    others = [value for value in (*call.args[1:], *call.kwargs.values()) if not _is_fixed(value, buffers)]
-    if others:
-        raise ValueError(
-            f"model: {call.path} gets {len(others)} more arguments than its input that are not buffers of the "
-            f"model; {INSTEAD}"
-        )
-
-
 def _is_fed(before: Call, after: Call) -> bool:
     return after.args[:1] != () and after.args[0] is before.output and after.seen == before.version
-
-
-def _is_fixed(value: Any, buffers: Container[int]) -> bool:
-    """Whether an argument is the same in every step."""
-    return id(value) in buffers or value is None or type(value) in (bool, int, float, str)
 
 
 class RowStage(WholeNames):
@@ -578,6 +605,9 @@ class RowStage(WholeNames):
         row = list(given)
         own = [row[layer - 1] for layer in layers if layer]
         begins = 0 in layers
+        # other arguments of the first block travel with the value as far as they are used
+        self._arriving = [] if begins else _shared_keys(given, row[min(layers) - 1 :])
+        self._leaving = _shared_keys(given, row[max(layers) :])
         kept = _kept(model, "", row, own, begins)
         assert kept is not None
         torch_private.share_tensors(self, kept)
@@ -599,23 +629,23 @@ class RowStage(WholeNames):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layers on the output of the previous layer."""
         value = args[0] if args else None
+        shared = dict(zip(self._arriving, args[1:], strict=False))
         for model, further in self._before:
-            value = self._run_before(model, further, args, kwargs)
+            value, shared = self._run_before(model, further, args, kwargs)
         for module, further in self._own:
             if further.before is not None:
                 value = further.before(value)
-            others, named = self._present(further)
+            others, named = self._present(further, shared)
             # another stage may have moved the model's buffer
             others = tuple(_on_device_of(value, other) for other in others)
             value = module(value, *others, **{name: _on_device_of(value, other) for name, other in named.items()})
             if further.after is not None:
                 value = further.after(value)
-        return value
+        return (value, *(shared[key] for key in self._leaving)) if self._leaving else value
 
     def _share_buffers(self, model: nn.Module, further: Further) -> None:
         """Hold the buffers that a module gets, under the model's names: they are loaded and saved with this stage."""
-        values = (*further.args, *further.kwargs.values())
-        for path in {v.name.rpartition(".")[0] for v in values if isinstance(v, Buffer)}:
+        for path in {v.name.rpartition(".")[0] for v in further.values() if isinstance(v, Buffer)}:
             holder: nn.Module = self
             for name in path.split(".") if path else ():
                 if name not in children_of(holder):
@@ -623,41 +653,58 @@ class RowStage(WholeNames):
                 holder = holder.get_submodule(name)
             torch_private.share_buffers(holder, model.get_submodule(path))
 
-    def _present(self, further: Further) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Further arguments, with the buffers that are there now."""
-        named = {name: self._value_of(value) for name, value in further.kwargs.items()}
-        return tuple(map(self._value_of, further.args)), named
+    def _present(self, further: Further, shared: Mapping[int | str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Further arguments, with the buffers that are there now, and what the first block gets in this microbatch."""
 
-    def _value_of(self, value: Any) -> Any:
-        return self.get_buffer(value.name) if isinstance(value, Buffer) else value
+        def found(value: Any) -> Any:
+            if isinstance(value, Shared):
+                return shared[value.key]
+            return self.get_buffer(value.name) if isinstance(value, Buffer) else value
 
-    def _run_before(self, model: nn.Module, further: Further, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tuple(map(found, further.args)), {name: found(value) for name, value in further.kwargs.items()}
+
+    def _run_before(
+        self, model: nn.Module, further: Further, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[int | str, Any]]:
+        """The input of the first block, and its other arguments that are passed on."""
         self.follow_modes()
-        others, named = self._present(further)
-        versions = [version_of(value) for value in (*others, *named.values()) if isinstance(value, torch.Tensor)]
+        buffers = [self.get_buffer(value.name) for value in further.values() if isinstance(value, Buffer)]
+        versions = list(map(version_of, buffers))
         try:
             model(*args, **kwargs)
         except _Reached as reached:  # itself not kept: its traceback has this frame, and holds what the forward made
-            value, found, found_named = reached.call
+            found, found_named = reached.call
         else:
             raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
-        pairs = [*zip(found, others, strict=False), *((a, named.get(name)) for name, a in found_named.items())]
-        same = len(found) == len(others) and found_named.keys() == named.keys()
-        if not same or not all(_is_same(a, b) for a, b in pairs):
+        given = dict(enumerate(found)) | found_named
+        keys = set(further.shared())
+        shared = {key: given[key] for key in keys if isinstance(given.get(key), torch.Tensor | tuple)}
+        same = len(found) == 1 + len(further.args) and found_named.keys() == further.kwargs.keys()
+        if same and len(shared) == len(keys):
+            others, named = self._present(further, shared)
+            pairs = [*zip(found[1:], others, strict=True), *((a, named[name]) for name, a in found_named.items())]
+            same = all(_is_same(a, b) for a, b in pairs)
+        if not same or len(shared) < len(keys):
             raise ValueError(
                 "split: the model's blocks get other arguments than on the example that it was split with; give these "
                 "in the example, too"
             )
-        if versions != [version_of(value) for value in (*others, *named.values()) if isinstance(value, torch.Tensor)]:
+        if versions != list(map(version_of, buffers)):
             raise ValueError(
                 "split: the model's forward writes to a buffer that it gives to its blocks, and other stages may have "
                 "their own; make that a part of the blocks, or pass the model's layers as a list"
             )
-        return value
+        return found[0], shared
+
+
+def _shared_keys(given: Mapping[str, Further], row: Iterable[str]) -> list[int | str]:
+    """What is passed on to these modules, in the order of its first use in the whole row."""
+    used = {key for name in row for key in given[name].shared()}
+    return [key for key in dict.fromkeys(key for further in given.values() for key in further.shared()) if key in used]
 
 
 class _Reached(BaseException):
-    """Raised when the model's forward reaches the row, with the input and the further arguments there."""
+    """Raised when the model's forward reaches the row, with the arguments of the first block."""
 
     def __init__(self, *call: Any) -> None:
         super().__init__()
@@ -672,7 +719,7 @@ def _end() -> nn.Module:
 
 
 def _reach(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    raise _Reached(args[0], args[1:], kwargs)
+    raise _Reached(args, kwargs)
 
 
 def _is_same(found: Any, known: Any) -> bool:
