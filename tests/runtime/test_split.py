@@ -267,7 +267,7 @@ WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     ),
     "blocks early": (
         lambda m, x: ending(m, through(m, x + m.inner["blocks"][3].mix.weight.mean())),
-        "fail where the model does not .'Module' object has no attribute 'mix'",
+        "fail where the model does not .Tensor on device meta",
     ),
     "the norm early": (
         lambda m, x: ending(m, through(m, m.inner["norm"](x))),
@@ -303,7 +303,7 @@ WRONG |= {
         lambda m, x: ending(m, through(m, x, lambda x: x * 2 if x.mean() > 0 else x)),
         "between inner.blocks.0 and inner.blocks.1 that torch.fx cannot trace .*control flow",
     ),
-    "a tuple": (lambda m, x: (ending(m, through(m, x)), 1), "something after head .*does not depend on that alone"),
+    "a tuple": (lambda m, x: (ending(m, through(m, x)), 1), "something after head .*it makes a tuple"),
     "rows of the input": (
         lambda m, x: ending(m, through(m, x) / len(x)),
         "another number of rows in the example.*a size that it read before them",
@@ -398,15 +398,61 @@ def test_what_is_no_row_in_training_is_refused(training: bool) -> None:
     assert model.training == training and not model.head.training
 
 
-@pytest.mark.parametrize("where", ["inner.blocks.2", "head"])
-def test_what_returns_no_tensor_is_refused(where: str) -> None:
-    def forward(model: Decoder, x: torch.Tensor) -> torch.Tensor:
-        return model.head(model.inner["norm"](through(model, x, lambda x: x[0] if isinstance(x, tuple) else x)))
+def test_a_tuple_of_which_one_tensor_is_passed_on() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+            self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(4))
 
-    model = Wrong(forward)
-    model.get_submodule(where).register_forward_hook(lambda module, args, output: (output,))
-    with pytest.raises(ValueError, match=f"{where} returns a tuple"):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            for layer in self.layers:
+                x, _ = layer(x)
+            return self.head(x[:, -1])
+
+    ids = batch()[0]
+    pipe = fastpipe.Pipeline(
+        fastpipe.split(Recurrent(), ids[:2]), "zbv", 4, nn.functional.cross_entropy, num_ranks=2, partition=[1, 2, 1, 2]
+    )
+    parity = fastpipe.check_parity(pipe, Recurrent(), (ids, ids[:, 0]))
+    assert parity.ok, parity
+
+
+@pytest.mark.parametrize("where", ["between inner.blocks.2 and inner.blocks.3", "after head"])
+def test_what_passes_on_no_tensor_is_refused(where: str) -> None:
+    model = Wrong(lambda m, x: ending(m, through(m, x)))
+    path = where.split()[1]
+    model.get_submodule(path).register_forward_hook(lambda module, args, output: (output,))
+    if path != "head":
+        pick = lambda module, args: (args[0][0],)  # noqa: E731
+        model.inner["blocks"][3].register_forward_pre_hook(pick)
+    with pytest.raises(ValueError, match=f"{where} that .* tensor to tensor .it makes a tuple"):
         fastpipe.split(model, batch()[0])
+
+
+def test_torchs_encoder_reads_its_first_layer() -> None:
+    class Classifier(nn.Module):
+        def __init__(self, *, nests: bool = False) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3)
+            layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 4, nn.LayerNorm(WIDTH), enable_nested_tensor=nests)
+
+        def forward(self, ids: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+            return self.head(self.encoder(self.embed(ids), src_key_padding_mask=padding).mean(1))
+
+    ids = batch()[0]
+    padding = ids == 3
+    with pytest.raises(ValueError, match="in evaluation, its layers"):  # then it sets the outputs of padding to 0
+        fastpipe.split(Classifier(nests=True), ids[:2], padding[:2])
+    layers = fastpipe.split(Classifier(), ids[:2], padding[:2])
+    assert len(layers) == 1 + 4 + 2
+    pipe = fastpipe.Pipeline(layers, "zbv", 4, nn.functional.cross_entropy, num_ranks=2)
+    parity = fastpipe.check_parity(pipe, Classifier(), (ids, ids[:, 0] % 3), kwargs={"padding": padding})
+    assert parity.ok, parity
 
 
 def test_a_block_with_more_arguments_is_refused() -> None:

@@ -510,7 +510,7 @@ class Blocks(nn.ModuleList):
         for number in own:
             self.add_module(str(number), blocks[number])
         self._length = length
-        self._attributes = [_attributes_of(block) for block in blocks]
+        self._attributes = [attributes_of(block) for block in blocks]
         self._flow = flow
 
     def __len__(self) -> int:
@@ -552,7 +552,7 @@ class Blocks(nn.ModuleList):
 _OF_A_STAGE = ("training", "forward")
 
 
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
+def attributes_of(module: nn.Module) -> dict[str, Any]:
     """A module's attributes without its memory: tensors are on meta, submodules are namespaces of theirs.
 
     Without its mode: the stages have their own.
@@ -562,7 +562,7 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
     return (
         public
         | {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors}
-        | {n: SimpleNamespace(**_attributes_of(child)) for n, child in children_of(module).items() if child is not None}
+        | {n: SimpleNamespace(**attributes_of(child)) for n, child in children_of(module).items() if child is not None}
     )
 
 
@@ -576,7 +576,7 @@ class Placeholder(nn.Module):
 
     def __init__(self, module: nn.Module, flow: Flow) -> None:
         super().__init__()
-        vars(self).update(_attributes_of(module))
+        vars(self).update(attributes_of(module))
         self._flow = flow
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -32,7 +32,14 @@ from fastpipe.runtime.model.chain import (
     shallow,
 )
 from fastpipe.runtime.model.cuts import restored
-from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, instead, is_hugging_face, no_cache
+from fastpipe.runtime.model.hugging_face import (
+    INSTEAD,
+    HuggingFaceLayers,
+    attributes_of,
+    instead,
+    is_hugging_face,
+    no_cache,
+)
 
 logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
@@ -46,14 +53,12 @@ class Further(NamedTuple):
     Attributes:
         args, kwargs: further arguments, with a `Buffer` in place of one of the model's, and a `Shared` in place of what
             the first block gets, too.
-        before: a function that the model's forward applies to the previous output, such as a pooling; None if it passes
-            it on.
-        after: of the last module, what makes the model's output of its output.
+        after: what the model's forward makes of the module's output before it passes it on, such as a pooling; None if
+            nothing.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    before: fx.GraphModule | None = None
     after: fx.GraphModule | None = None
 
     def values(self) -> list[Any]:
@@ -172,7 +177,7 @@ def _layers_of(
     _check_complete(model, layers)
     whole, sequence = partial(model, *example, **kwargs), partial(_run_layers, model, layers, example, kwargs)
     _compare(model, layers, whole, sequence, expected)
-    if any(further.before or further.after for further in row.values()):
+    if any(further.after for further in row.values()):
         _compare_other_sizes(model, layers, example, kwargs)
     return layers
 
@@ -332,11 +337,10 @@ class Call:
     """One call of a module.
 
     Attributes:
-        version: of the output; grows with changes in place.
-        seen: version of the first argument at the call.
+        version: of the output, if it is a tensor; grows with changes in place.
         versions: of all tensors among the arguments at the call, by id.
         has_grad: whether gradients were on at the call.
-        before: what the forward made the first argument with, if that was traced.
+        function: what the forward does with the output, if that was traced.
     """
 
     path: str
@@ -344,25 +348,28 @@ class Call:
     kwargs: Mapping[str, Any]
     output: Any = None
     version: int = 0
-    seen: int = 0
-    versions: Mapping[int, int] = field(default_factory=dict)
     has_grad: bool = True
-    before: fx.GraphModule | None = None
+    function: Function | None = None
+
+    def __post_init__(self) -> None:
+        self.versions = {id(tensor): version_of(tensor) for tensor in _tensors_of((self.args, self.kwargs))}
 
 
 class Function(fx.Tracer):
-    """What a forward does between two calls of modules, traced as a function of the first one's output.
+    """What a forward does with the output of a module, up to the next one, traced as a function of that alone.
 
     Args:
         value: the output.
 
     Attributes:
         stand_in: for the forward in place of the output.
+        module: the function; None if the output is passed on as it is.
     """
 
-    def __init__(self, value: torch.Tensor) -> None:
+    def __init__(self, value: Any) -> None:
         super().__init__()
         self.graph, self.root = fx.Graph(), nn.Module()
+        self.module: fx.GraphModule | None = None
         self._value, self._mode = value, _mode_of(value)
         self.stand_in = self.create_proxy("placeholder", "value", (), {})
 
@@ -378,19 +385,25 @@ class Function(fx.Tracer):
             raise TypeError("it has a no_grad or an autocast of its own")
         return super().create_node(*args, **kwargs)
 
-    def returning(self, result: Any) -> tuple[torch.Tensor, fx.GraphModule | None]:
-        """The value of a proxy, and the function, or None if it returns the output itself."""
-        if not isinstance(result, fx.Proxy) or result.tracer is not self:
-            raise TypeError("its result does not depend on that alone")
-        if len(self.graph.nodes) == 1:
-            return self._value, None
-        self.graph.output(result.node)
-        function = fx.GraphModule(self.root, self.graph)
-        return function(self._value), function
+    def end(self, result: Any) -> torch.Tensor:
+        """The value of the result, with which the function ends."""
+        if not isinstance(result, fx.Proxy):
+            raise TypeError(f"it makes a {type(result).__name__}")
+        if result.tracer is not self:
+            raise TypeError("it uses the output of an earlier module")
+        value = self._value
+        if len(self.graph.nodes) > 1:
+            self.graph.output(result.node)
+            self.module = fx.GraphModule(self.root, self.graph)
+            value = self.module(value)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"it makes a {type(value).__name__}")
+        return value
 
 
-def _mode_of(value: torch.Tensor) -> tuple[bool, bool]:
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(value.device.type)
+def _mode_of(value: Any) -> list[bool]:
+    devices = {tensor.device.type for tensor in _tensors_of(value)}
+    return [torch.is_grad_enabled(), *map(torch.is_autocast_enabled, sorted(devices))]
 
 
 def rows_of_modules(model: nn.Module) -> list[list[str]]:
@@ -436,42 +449,40 @@ def row_of_modules(
         found = ", ".join(names[: len(blocks)]) or "none"
         listed = f"{blocks[0]} to {blocks[-1]}"
         raise ValueError(f"model: its blocks are {listed}, and its forward called {found}; {INSTEAD}")
-    for call in calls:
-        if not isinstance(call.output, torch.Tensor):
-            raise ValueError(f"model: {call.path} returns a {type(call.output).__name__}, not a tensor; {INSTEAD}")
     row = _row_by_name(model, calls)
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"model: {twice} is called twice; {INSTEAD}")
     if not all(call.has_grad for call in calls):
         _check_gradients(model, blocks, args, kwargs)
-    is_last = calls[-1].output is output and version_of(calls[-1].output) == calls[-1].version
-    if is_last and all(map(_is_fed, calls, calls[1:])):
-        return row, output
-    traced, after = _traced(model, blocks, args, kwargs, names)
-    row = _row_by_name(model, traced)
-    row[names[-1]] = row[names[-1]]._replace(after=after)
+    if not all(map(_is_fed, calls, [*calls[1:], Call("", (output,), {})])):
+        row = _row_by_name(model, _traced(model, blocks, args, kwargs, names))
     return row, output
 
 
 def _traced(
     model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
-) -> tuple[list[Call], fx.GraphModule | None]:
-    """The calls of another run, with the functions between them, and the one after the last."""
+) -> list[Call]:
+    """The calls of another run, with what the forward does after each."""
     calls: list[Call] = []
-    functions: list[Function] = []
     try:
-        with torch.enable_grad(), _recording(model, blocks, calls, functions=functions):
+        with torch.enable_grad(), _recording(model, blocks, calls, traces=True):
             output = model(*args, **kwargs)
-        _, after = functions[-1].returning(output)
+        _concrete(calls, (output,))
     except Exception as error:  # of the model's code, which gets proxies
-        at = len(functions) - 1
+        at = len(calls) - 1
         place = f"between {names[at]} and {names[at + 1]}" if at + 1 < len(names) else f"after {names[-1]}"
         raise ValueError(
-            f"model: its forward does something {place} that torch.fx cannot trace as a function of one tensor "
+            f"model: its forward does something {place} that torch.fx cannot trace as a function from tensor to tensor "
             f"({first_line(error)}); make that a module, or a part of one, {INSTEAD}"
         ) from error
-    return calls, after
+    return calls
+
+
+def _concrete(calls: Sequence[Call], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of the next module, with the tensor for which the first one stands in."""
+    function = calls[-1].function if calls else None
+    return args if function is None else (function.end(args[0] if args else None), *args[1:])
 
 
 def _check_gradients(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -485,7 +496,8 @@ def _check_gradients(model: nn.Module, blocks: Sequence[str], args: Sequence[Any
     for call in calls:
         given = [value for value in call.args[:1] if isinstance(value, torch.Tensor)]
         is_trained = any(tensor.requires_grad for tensor in (*given, *model.get_submodule(call.path).parameters()))
-        if is_trained and not (call.has_grad or call.output.requires_grad):
+        has_grad = call.has_grad or any(tensor.requires_grad for tensor in _tensors_of(call.output))
+        if is_trained and not has_grad:
             raise ValueError(
                 f"model: its forward runs {call.path} without gradients (in torch.no_grad(), say), and as a layer it "
                 "would have them: freeze its parameters, and those before it, by requires_grad_(False)"
@@ -511,7 +523,8 @@ def _row_by_name(model: nn.Module, calls: Sequence[Call]) -> dict[str, Further]:
                 f"model, nor arguments of the first block; {INSTEAD}"
             )
         args = tuple(known.get(id(a), a) for a in call.args[1:])
-        row[call.path] = Further(args, {name: known.get(id(a), a) for name, a in call.kwargs.items()}, call.before)
+        after = None if call.function is None else call.function.module
+        row[call.path] = Further(args, {name: known.get(id(a), a) for name, a in call.kwargs.items()}, after)
     return row
 
 
@@ -526,14 +539,14 @@ def _recording(
     calls: list[Call],
     *,
     keeps_graph: bool = False,
-    functions: list[Function] | None = None,
+    traces: bool = False,
 ) -> Iterator[None]:
     """Record the calls of the blocks, and after the first block all outermost calls of modules.
 
     Without ``keeps_graph`` gradients are off within modules, as activations of the whole model may not fit.
 
     Args:
-        functions: gets what is done after each call, and the model's forward gets proxies in place of the outputs.
+        traces: the calls get a `Function`, as the model's forward gets proxies in place of the outputs.
     """
     open_calls: list[Call] = []
     entered = _holders_of(blocks[:1]) | _later_rows(model, blocks)
@@ -541,11 +554,9 @@ def _recording(
 
     def enter(path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not open_calls and (calls or path in blocks):
-            args, before = _concrete(functions, args)
-            first = args[0] if args else None
-            seen = version_of(first) if isinstance(first, torch.Tensor) else 0
-            versions = {id(tensor): version_of(tensor) for tensor in _tensors_of((args, kwargs))}
-            calls.append(Call(path, args, kwargs, seen=seen, versions=versions, before=before))
+            if traces:
+                args = _concrete(calls, args)
+            calls.append(Call(path, args, kwargs))
         call = calls[-1] if calls else Call(path, args, kwargs)
         if not open_calls:
             call.has_grad = torch.is_grad_enabled()
@@ -559,17 +570,16 @@ def _recording(
             torch.set_grad_enabled(call.has_grad)
             call.output = output
             call.version = version_of(output) if isinstance(output, torch.Tensor) else 0
-            if functions is not None and calls:
-                functions.append(Function(output))
-                return functions[-1].stand_in
+            if traces and calls:
+                call.function = Function(output)
+                return call.function.stand_in
         return output
 
-    for path, module in model.named_modules():
-        if path not in entered:
-            hook = partial(lambda path, _, args, kwargs: enter(path, args, kwargs), path)
-            # the user's hooks get what the module gets, and no proxy
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(lambda _, __, output: leave(output)))
+    for path in {name for name, _ in model.named_modules()} - entered:
+        hook = partial(lambda path, _, args, kwargs: enter(path, args, kwargs), path)
+        # the user's hooks get what the module gets, and no proxy
+        handles.append(model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+        handles.append(model.get_submodule(path).register_forward_hook(lambda _, __, output: leave(output)))
     try:
         yield
     finally:
@@ -577,18 +587,11 @@ def _recording(
             handle.remove()
 
 
-def _concrete(
-    functions: Sequence[Function] | None, args: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], fx.GraphModule | None]:
-    """Arguments of a module, with the value of a proxy, and the function that computes it."""
-    if not functions:
-        return args, None
-    value, before = functions[-1].returning(args[0] if args else None)
-    return (value, *args[1:]), before
-
-
 def _is_fed(before: Call, after: Call) -> bool:
-    return after.args[:1] != () and after.args[0] is before.output and after.seen == before.version
+    """Whether a module gets the tensor that the previous one returns."""
+    given = after.args[0] if after.args else None
+    is_passed_on = isinstance(given, torch.Tensor) and given is before.output
+    return is_passed_on and after.versions[id(given)] == before.version
 
 
 class RowStage(WholeNames):
@@ -633,8 +636,6 @@ class RowStage(WholeNames):
         for model, further in self._before:
             value, shared = self._run_before(model, further, args, kwargs)
         for module, further in self._own:
-            if further.before is not None:
-                value = further.before(value)
             others, named = self._present(further, shared)
             # another stage may have moved the model's buffer
             others = tuple(_on_device_of(value, other) for other in others)
@@ -711,9 +712,10 @@ class _Reached(BaseException):
         self.call = call
 
 
-def _end() -> nn.Module:
-    """Replaces a module of the row, to end the model's forward."""
+def _end(block: nn.Module) -> nn.Module:
+    """Replaces a module of the row, to end the model's forward, which may read attributes of it before."""
     module = nn.Module()
+    vars(module).update(attributes_of(block))
     module.register_forward_pre_hook(_reach, with_kwargs=True)
     return module
 
@@ -759,7 +761,7 @@ def _before_row(
         copied: gets the copies of modules, and these.
     """
     if path in row:
-        return _end()
+        return _end(module)
     if not _holds(path, row):
         return module
     twin: nn.Module = shallow(module)
