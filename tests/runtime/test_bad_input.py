@@ -35,6 +35,16 @@ class TwoInputs(nn.Module):
         return x + z
 
 
+class Optional(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x if z is None else x + z)
+        return found
+
+
 def build(**wrong: Any) -> Pipeline:
     good: dict[str, Any] = {"stages": LAYERS, "schedule": "1f1b", "num_microbatches": 4, "loss_fn": squared}
     return Pipeline(**{**good, "num_ranks": 2, **wrong})
@@ -307,7 +317,12 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "a rule for an input by its name": (
         {"split": {"x": 1}},
         lambda p: p.step(X, target=Y),
-        r"split\['x'\]: no stage's forward has a parameter .*the position of an input",
+        r"split\['x'\]: step gets this input by position; write split=\{0: ",
+    ),
+    "a rule for an input by a name that a later layer has, too": (
+        {"stages": [TwoInputs(), *LAYERS[1:3], Optional(LAYERS[3])], "split": {"z": "replicate"}},
+        lambda p: p.step(X, torch.ones(9), target=Y),
+        r"split\['z'\]: step gets this input by position; write split=\{1: ",
     ),
     "a rule for an output that nobody returns": (
         {"merge": {99: 0}},

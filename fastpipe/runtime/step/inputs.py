@@ -201,6 +201,7 @@ def take_inputs(request: Request, batch: BatchArguments, stages: Sequence[Stage]
     first = next((stage for stage in stages if stage.is_first), None)
     if first is not None:
         _check_input(first, request)
+        _check_rules_by_position(first, request, rules)
         columns = _split_args(request, rules)
         inputs.args = by_microbatch(columns, count)
         for i, value in enumerate(request.args):
@@ -235,13 +236,24 @@ def _is_by_position(name: str, request: Request, stages: Sequence[Stage]) -> boo
         return False
     for stage in stages:
         for number, layer in enumerate(stage.modules):
-            count = len(request.args) if stage.is_first and not number else 1
+            count = 0 if stage.is_first and not number else 1
             if (
                 name in (accepted_names(unwrapped(layer)) or ())
                 and name not in positional_names(unwrapped(layer))[:count]
             ):
                 return False
     return True
+
+
+def _check_rules_by_position(first: Stage, request: Request, rules: Rules) -> None:
+    """Refuse a rule by name for an input that is given by position."""
+    names = positional_names(unwrapped(first.modules[0]))[: len(request.args)]
+    for position, name in enumerate(names):
+        if isinstance(rules, Mapping) and name in rules and name != "target":
+            raise ValueError(
+                f"split[{name!r}]: step gets this input by position; write split={{{position}: ...}}, or call "
+                f"step({name}=...)"
+            )
 
 
 def _check_input(first: Stage, request: Request) -> None:
