@@ -56,6 +56,10 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "no name": ({"schedule": 7, "num_microbatches": None}, "schedule name: expected a str"),
     "unknown option": ({"schedule_options": {"chunks": 2}}, "chunks = 2.*1f1b has no such option"),
     "options of a made schedule": ({"schedule": SCHEDULE, "schedule_options": {"x": 1}}, "schedule_options = "),
+    "stages_per_rank twice": (
+        {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "schedule_options": {"stages_per_rank": 1}},
+        "stages_per_rank = 2, and 1 in schedule_options: give one",
+    ),
     "stages_per_rank of another": ({"stages_per_rank": 3}, "stages_per_rank = 3: 1f1b has 1"),
     "no microbatches": ({"num_microbatches": None}, "num_microbatches is missing"),
     "microbatches 0": ({"num_microbatches": 0}, "num_microbatches = 0"),
@@ -128,7 +132,7 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "a context for a function": ({"forward_context": torch.no_grad()}, "forward_context is a no_grad: give a function"),
     "a partition of made stages": (
         {"stages": lambda index: Block(), "partition": [7, 9, 100]},
-        "partition = .*stages is a function",
+        r"partition = \[7, 9, 100\]: these stages are cut already; omit partition",
     ),
     "recv_lookahead": ({"recv_lookahead": -1}, "recv_lookahead = -1"),
     "recv_lookahead a bool": ({"recv_lookahead": True}, "recv_lookahead = True: give a whole number, or 'all'"),
