@@ -146,7 +146,8 @@ def signature_of(request: Request, inputs: Inputs, rules: Rules) -> tuple[Any, .
     taken += [("target", request.target, inputs.targets), ("output_grad", request.output_grad, inputs.output_grads)]
     found = []
     for key, value, microbatches in taken:
-        is_cut = not is_list_of_microbatches(value) and not callable(rule_for(rules, key))
+        rule = rule_for(rules, key)
+        is_cut = not is_list_of_microbatches(value, rule) and not callable(rule)
         found.append((key, _form_of(value if is_cut and microbatches is not None else microbatches)))
     return tuple(found)
 
@@ -327,10 +328,11 @@ def _note_whole(
         unasked: how it is split without a rule.
     """
     way = RULE if has_rule(rules, key) else unasked
-    for leaf, rows in lengths(value, rule_for(rules, key), name).items():
+    rule = rule_for(rules, key)
+    for leaf, rows in lengths(value, rule, name).items():
         if [rows, way] not in inputs.whole.values():
             inputs.whole[leaf] = [rows, way]
-    if request.training and request.num_microbatches > 1 and not is_list_of_microbatches(value):
+    if request.training and request.num_microbatches > 1 and not is_list_of_microbatches(value, rule):
         _check_history(value, name)
 
 

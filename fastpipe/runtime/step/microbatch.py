@@ -51,9 +51,9 @@ def _is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_list_of_microbatches(value: Any) -> bool:
-    """Whether a value has one item per microbatch, a list or an iterator, and is not a whole batch to be split."""
-    return isinstance(value, list | Iterator)
+def is_list_of_microbatches(value: Any, rule: Rule = 0) -> bool:
+    """Whether a value has one item per microbatch: an iterator, or a list that is not passed to all of them."""
+    return isinstance(value, Iterator) or (isinstance(value, list) and rule != REPLICATE)
 
 
 def split_argument(value: Any, num_microbatches: int, rules: Rules, key: str | int, name: str) -> list[Any]:
@@ -80,8 +80,8 @@ def split(
 
     Args:
         value: a tensor or a tree of tensors (split along a dimension; the first microbatches get the extra rows), a
-            list (one entry per microbatch), or an iterator (one item per microbatch). A BlockMask of FlexAttention is
-            split along its batch; all share one of a single row.
+            list (one entry per microbatch, unless it is replicated), or an iterator (one item per microbatch). A
+            BlockMask of FlexAttention is split along its batch; all share one of a single row.
         rule: a dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
         name: in errors.
         position: of an argument without a name; its key in the rules.
@@ -93,10 +93,10 @@ def split(
     key = name if position is None else position
     if callable(rule):
         return _checked_list(list(rule(value, num_microbatches)), num_microbatches, f"split[{key!r}]")
-    if isinstance(value, list):
-        return _checked_list(value, num_microbatches, name)
     if isinstance(value, Iterator):
         return _checked_list(list(islice(value, num_microbatches)), num_microbatches, f"{name} (an iterator)")
+    if is_list_of_microbatches(value, rule):
+        return _checked_list(value, num_microbatches, name)
     if rule == REPLICATE:
         return [value] * num_microbatches
     if not _is_whole(rule):
