@@ -347,8 +347,8 @@ def _merge_one(values: list[Any], rule: Rule) -> Any:
     try:
         return torch.cat(values, rule)
     except (IndexError, RuntimeError) as error:
-        shapes = sorted({tuple(value.shape) for value in values})
+        shapes = sorted({str(tuple(value.shape)) for value in values})  # sizes of nested tensors have no order
         raise ValueError(
-            f"merge: outputs of shape {' and '.join(map(str, shapes))} cannot be concatenated along dimension {rule}; "
+            f"merge: outputs of shape {' and '.join(shapes)} cannot be concatenated along dimension {rule}; "
             "give merge another dimension, a function of their list, or False"
         ) from error
