@@ -242,7 +242,7 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "another type": ({}, lambda p: p.step(object(), target=Y), "the input is a object"),
     "no such dimension": ({"split": 2}, lambda p: p.step(X, target=Y), "has no dimension 2"),
     "a rule for nothing": ({"split": {"mask": 1}}, lambda p: p.step(X, target=Y), r"split\['mask'\]: no stage's"),
-    "a batch of no tensors": ({}, lambda p: p.step(X.numpy(), target=Y), r"split=\{0: function\}"),
+    "a batch of no tensors": ({}, lambda p: p.step(X.numpy(), target=Y), r"split=\{0: function\}, or 'replicate'"),
     "a function that splits wrongly": (
         {"split": {0: lambda v, n: [v]}},
         lambda p: p.step(X, target=Y),

@@ -142,7 +142,7 @@ def _split_leaf(
             return [leaf] * num_microbatches
         raise ValueError(
             f"{name} is a {type(leaf).__name__}: give a tensor (a whole batch), a list or an iterator of microbatches, "
-            f"or say how to split it with split={{{key!r}: function}}"
+            f"or say how to split it with split={{{key!r}: function}}, or 'replicate' for the same in all microbatches"
         )
     check_has_shape(leaf)
     if shares_single_rows and (leaf.dim() == 0 or leaf.shape[0] == 1):
