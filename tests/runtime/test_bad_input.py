@@ -45,6 +45,17 @@ class Optional(nn.Module):
         return found
 
 
+class Returns(nn.Module):
+    """A last layer that returns a mean and its input, in some form."""
+
+    def __init__(self, form: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.form(x.square().mean(), x)
+
+
 def build(**wrong: Any) -> Pipeline:
     good: dict[str, Any] = {"stages": LAYERS, "schedule": "1f1b", "num_microbatches": 4, "loss_fn": squared}
     return Pipeline(**{**good, "num_ranks": 2, **wrong})
@@ -317,6 +328,18 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.step(X, target=Y),
         "loss_reduction.*sum to",
     ),
+    **{
+        f"a loss in {where}": (
+            {"stages": [*LAYERS[:3], Returns(form)], "loss_fn": None},
+            lambda p: p.step(X),
+            f"the last stage returned a {kind} with a scalar that requires a gradient.*return a loss as a scalar",
+        )
+        for where, kind, form in [
+            ("a tuple", "tuple", lambda loss, x: (x, loss)),
+            ("a dict under another name", "dict", lambda loss, x: {"logits": x, "nll": loss}),
+            ("a tensor with a dimension", "dict", lambda loss, x: {"logits": x, "loss": loss[None]}),
+        ]
+    },
     "another dtype": ({}, lambda p: p.step(X.double(), target=Y), "stage 0 has parameters of torch.float32.*float64"),
     "a rule for an input by its name": (
         {"split": {"x": 1}},
@@ -356,6 +379,15 @@ def test_stepping_and_then_a_good_step(
     assert re.search(message, str(caught.value)), str(caught.value)
     if not options:
         assert pipe.step(X, target=Y).loss is not None
+
+
+@pytest.mark.parametrize("form", [lambda loss, x: (x, loss.detach()), lambda loss, x: {"logits": x, "loss": None}])
+def test_a_step_whose_scalars_train_nothing_is_forward_only(form: Any, executor: str) -> None:
+    pipe = build(stages=[*CASES["plain"].layers(3), Returns(form)], loss_fn=None, executor=executor)
+    for _ in range(2):
+        result = pipe.step(X)
+        assert result.loss is None and result.outputs is not None
+    assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
 class Converts(nn.Module):
