@@ -252,6 +252,11 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "too few target rows": ({}, lambda p: p.step(X, target=Y[:2]), "target has 2 rows .*or pass num_microbatches=2"),
     "another type": ({}, lambda p: p.step(object(), target=Y), "the input is a object"),
     "no such dimension": ({"split": 2}, lambda p: p.step(X, target=Y), "has no dimension 2"),
+    "a leaf without a dimension": (
+        {"loss_fn": lambda o, t: squared(o, t["y"]) * t["w"]},
+        lambda p: p.step(X, target={"y": Y, "w": torch.ones(())}),
+        r"target of shape \(\) has no dimension 0 .*, or a function that splits the whole argument",
+    ),
     "a rule for nothing": ({"split": {"mask": 1}}, lambda p: p.step(X, target=Y), r"split\['mask'\]: no stage's"),
     "a batch of no tensors": ({}, lambda p: p.step(X.numpy(), target=Y), r"split=\{0: function\}, or 'replicate'"),
     "a function that splits wrongly": (

@@ -155,7 +155,7 @@ def _split_leaf(
     if not -leaf.dim() <= dim < leaf.dim():
         raise ValueError(
             f"{name} of shape {tuple(leaf.shape)} has no dimension {dim} to split along: give another with "
-            f"split={{{key!r}: dimension}}, or 'replicate'"
+            f"split={{{key!r}: dimension}}, or 'replicate', or a function that splits the whole argument"
         )
     if (rows := leaf.shape[dim]) < num_microbatches:
         or_pass = f", or pass num_microbatches={rows} to step" if rows else ""
