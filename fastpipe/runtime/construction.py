@@ -343,7 +343,7 @@ def build_stages(arguments: Arguments, request: BuildRequest, world: World, *, a
     placement = request.schedule.placement
     layers = as_layers(model.stages)
     stages = model.stages if layers is None else layers
-    cuts = [] if layers is None else layer_ranges(layers, placement.num_stages, model.partition)
+    cuts = layer_ranges(layers, placement.num_stages, model.partition)
     ranks = list(range(placement.num_ranks)) if world.is_single_process else [world.member.rank]
     local = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
     cut = "" if layers is None else cut_text(layers, cuts, request.unit, request.costs)

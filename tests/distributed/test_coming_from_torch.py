@@ -179,6 +179,9 @@ def test_what_does_not_fit_is_refused() -> None:
     for given, schedule, said in cases:
         with pytest.raises(Exception, match="" if rank else said):
             Pipeline(given, schedule, 4, nn.functional.mse_loss)
+    for options in ({"partition": "flops", "example": torch.randn(2, WIDTH)}, {"partition": [2, 2, 2, 2]}):
+        with pytest.raises(ValueError, match="these stages are cut already; omit partition"):
+            Pipeline(right, "interleaved_1f1b", 4, nn.functional.mse_loss, **options)
 
 
 @on_ranks(2)

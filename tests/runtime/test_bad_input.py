@@ -35,6 +35,27 @@ class TwoInputs(nn.Module):
         return x + z
 
 
+class Optional(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x if z is None else x + z)
+        return found
+
+
+class Returns(nn.Module):
+    """A last layer that returns a mean and its input, in some form."""
+
+    def __init__(self, form: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.form(x.square().mean(), x)
+
+
 def build(**wrong: Any) -> Pipeline:
     good: dict[str, Any] = {"stages": LAYERS, "schedule": "1f1b", "num_microbatches": 4, "loss_fn": squared}
     return Pipeline(**{**good, "num_ranks": 2, **wrong})
@@ -46,6 +67,10 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "no name": ({"schedule": 7, "num_microbatches": None}, "schedule name: expected a str"),
     "unknown option": ({"schedule_options": {"chunks": 2}}, "chunks = 2.*1f1b has no such option"),
     "options of a made schedule": ({"schedule": SCHEDULE, "schedule_options": {"x": 1}}, "schedule_options = "),
+    "stages_per_rank twice": (
+        {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "schedule_options": {"stages_per_rank": 1}},
+        "stages_per_rank = 2, and 1 in schedule_options: give one",
+    ),
     "stages_per_rank of another": ({"stages_per_rank": 3}, "stages_per_rank = 3: 1f1b has 1"),
     "no microbatches": ({"num_microbatches": None}, "num_microbatches is missing"),
     "microbatches 0": ({"num_microbatches": 0}, "num_microbatches = 0"),
@@ -118,7 +143,7 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
     "a context for a function": ({"forward_context": torch.no_grad()}, "forward_context is a no_grad: give a function"),
     "a partition of made stages": (
         {"stages": lambda index: Block(), "partition": [7, 9, 100]},
-        "partition = .*stages is a function",
+        r"partition = \[7, 9, 100\]: these stages are cut already; omit partition",
     ),
     "recv_lookahead": ({"recv_lookahead": -1}, "recv_lookahead = -1"),
     "recv_lookahead a bool": ({"recv_lookahead": True}, "recv_lookahead = True: give a whole number, or 'all'"),
@@ -227,8 +252,13 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "too few target rows": ({}, lambda p: p.step(X, target=Y[:2]), "target has 2 rows .*or pass num_microbatches=2"),
     "another type": ({}, lambda p: p.step(object(), target=Y), "the input is a object"),
     "no such dimension": ({"split": 2}, lambda p: p.step(X, target=Y), "has no dimension 2"),
+    "a leaf without a dimension": (
+        {"loss_fn": lambda o, t: squared(o, t["y"]) * t["w"]},
+        lambda p: p.step(X, target={"y": Y, "w": torch.ones(())}),
+        r"target of shape \(\) has no dimension 0 .*, or a function that splits the whole argument",
+    ),
     "a rule for nothing": ({"split": {"mask": 1}}, lambda p: p.step(X, target=Y), r"split\['mask'\]: no stage's"),
-    "a batch of no tensors": ({}, lambda p: p.step(X.numpy(), target=Y), r"split=\{0: function\}"),
+    "a batch of no tensors": ({}, lambda p: p.step(X.numpy(), target=Y), r"split=\{0: function\}, or 'replicate'"),
     "a function that splits wrongly": (
         {"split": {0: lambda v, n: [v]}},
         lambda p: p.step(X, target=Y),
@@ -303,11 +333,28 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.step(X, target=Y),
         "loss_reduction.*sum to",
     ),
+    **{
+        f"a loss in {where}": (
+            {"stages": [*LAYERS[:3], Returns(form)], "loss_fn": None},
+            lambda p: p.step(X),
+            f"the last stage returned a {kind} with a scalar that requires a gradient.*return a loss as a scalar",
+        )
+        for where, kind, form in [
+            ("a tuple", "tuple", lambda loss, x: (x, loss)),
+            ("a dict under another name", "dict", lambda loss, x: {"logits": x, "nll": loss}),
+            ("a tensor with a dimension", "dict", lambda loss, x: {"logits": x, "loss": loss[None]}),
+        ]
+    },
     "another dtype": ({}, lambda p: p.step(X.double(), target=Y), "stage 0 has parameters of torch.float32.*float64"),
     "a rule for an input by its name": (
         {"split": {"x": 1}},
         lambda p: p.step(X, target=Y),
-        r"split\['x'\]: no stage's forward has a parameter .*the position of an input",
+        r"split\['x'\]: step gets this input by position; write split=\{0: ",
+    ),
+    "a rule for an input by a name that a later layer has, too": (
+        {"stages": [TwoInputs(), *LAYERS[1:3], Optional(LAYERS[3])], "split": {"z": "replicate"}},
+        lambda p: p.step(X, torch.ones(9), target=Y),
+        r"split\['z'\]: step gets this input by position; write split=\{1: ",
     ),
     "a rule for an output that nobody returns": (
         {"merge": {99: 0}},
@@ -337,6 +384,15 @@ def test_stepping_and_then_a_good_step(
     assert re.search(message, str(caught.value)), str(caught.value)
     if not options:
         assert pipe.step(X, target=Y).loss is not None
+
+
+@pytest.mark.parametrize("form", [lambda loss, x: (x, loss.detach()), lambda loss, x: {"logits": x, "loss": None}])
+def test_a_step_whose_scalars_train_nothing_is_forward_only(form: Any, executor: str) -> None:
+    pipe = build(stages=[*CASES["plain"].layers(3), Returns(form)], loss_fn=None, executor=executor)
+    for _ in range(2):
+        result = pipe.step(X)
+        assert result.loss is None and result.outputs is not None
+    assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
 class Converts(nn.Module):

@@ -135,10 +135,19 @@ def test_what_cannot_be_cut_is_refused(options: dict[str, Any], text: str) -> No
         Pipeline(uneven(), "1f1b", 2, nn.functional.mse_loss, **{"num_ranks": 2, **options})
 
 
-def test_stages_that_are_cut_already_are_refused() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"partition": "flops", "example": torch.ones(2, 4)},
+        {"partition": "parameters"},
+        {"partition": [1, 1]},
+    ],
+)
+def test_stages_that_are_cut_already_are_refused(options: dict[str, Any]) -> None:
     stages = dict(enumerate(uneven()[:2]))
-    with pytest.raises(ValueError, match="these stages are cut already"):
-        Pipeline(stages, "1f1b", 2, None, num_ranks=2, partition="flops", example=torch.ones(2, 4))
+    for given in (stages, stages.__getitem__):
+        with pytest.raises(ValueError, match="these stages are cut already"):
+            Pipeline(given, "1f1b", 2, None, num_ranks=2, **options)
 
 
 def test_parameters_are_counted() -> None:

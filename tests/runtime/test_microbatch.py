@@ -133,6 +133,11 @@ def test_what_every_microbatch_gets_whole_has_no_rows_of_its_own() -> None:
     assert count_rows([None, None], [whole], {}, None) is None
 
 
+def jagged() -> torch.Tensor:
+    """A batch of two rows of one and two elements."""
+    return torch.nested.nested_tensor_from_jagged(torch.ones(3), torch.tensor([0, 1, 3]))
+
+
 A, B = torch.arange(6.0).reshape(2, 3), torch.arange(3.0).reshape(1, 3)
 BOTH = torch.cat([A, B])
 
@@ -180,6 +185,7 @@ def test_a_rule_goes_by_the_name(outputs: list[Any], rules: Any, read: Any) -> N
         ([(A, A), (B,)], None, "do not have the same entries"),
         ([torch.ones(2, 3), torch.ones(2, 3)], 7, r"shape \(2, 3\) cannot be concatenated along dimension 7"),
         ([torch.ones(2, 3), torch.ones(2, 4)], 0, r"\(2, 3\) and \(2, 4\) cannot be concatenated along dimension 0"),
+        ([jagged(), jagged()], 0, r"shape \(2, j\d+\) and \(2, j\d+\) cannot be concatenated along dimension 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(outputs: list[Any], rules: Any, message: str) -> None:

@@ -87,8 +87,8 @@ def test_a_tuple_is_several_inputs_and_a_named_tuple_one(
 class Attends(WithLinear):
     """Takes a batch in its second dimension, a table for all, and two keywords."""
 
-    def forward(self, x: torch.Tensor, table: torch.Tensor, *, every: torch.Tensor, pairs: Any) -> torch.Tensor:
-        return self.linear(x) + table + every.sum() + sum(pairs)
+    def forward(self, x: torch.Tensor, table: torch.Tensor, *, every: Any, pairs: Any) -> torch.Tensor:
+        return self.linear(x) + table + sum(every).sum() + sum(pairs)
 
 
 def test_each_argument_is_split_its_own_way(executor: str) -> None:
@@ -100,7 +100,8 @@ def test_each_argument_is_split_its_own_way(executor: str) -> None:
     layers = [Attends(), Block(), Block(), Block()]
     unsplit = Chain(dict(enumerate([*map(copy.deepcopy, layers)])))
     x, y, table = torch.randn(3, 9, WIDTH), torch.randn(3, 9, WIDTH), torch.randn(WIDTH)
-    kwargs = {"every": torch.randn(2), "pairs": [float(i) for i in range(8)]}
+    # a list of as many as there are microbatches
+    kwargs: dict[str, Any] = {"every": [torch.randn(2) for _ in range(4)], "pairs": [float(i) for i in range(8)]}
     pipe = pipeline(layers, split=rules, merge={0: 1}, executor=executor)
     result = pipe.step(x, table, target=y, **kwargs)
     reference = reference_step(
@@ -108,6 +109,9 @@ def test_each_argument_is_split_its_own_way(executor: str) -> None:
     )
     assert same_bits(result.loss, reference.loss) and not unequal(pipe, unsplit)
     assert result.outputs.shape == x.shape
+    kwargs["every"] = [part.requires_grad_() * 2 for part in kwargs["every"]]
+    with pytest.raises(ValueError, match="every is the output of MulBackward0, shared by the backwards of all"):
+        pipe.step(x, table, target=y, **kwargs)
 
 
 def test_outputs_are_merged_by_rule() -> None:

@@ -201,11 +201,36 @@ def test_outputs_and_shapes_are_those_of_the_trace(executor: str) -> None:
             for i in range(COUNT)
         ]
     assert same_bits(result.loss, sum(losses[1:], losses[0]))
-    with pytest.raises(ValueError, match=r"x has the shape \(1, 6\) in a microbatch, .* traced with \(2, 6\)"):
+    with pytest.raises(ValueError, match=r"x has the shape \(1, 6\) in a microbatch, and has the shape \(2, 6\) in"):
         pipe.step(x[:-1], shift[:-1], target=y[:-1])
     assert same_bits(pipe.step(x, shift=shift, target=y).loss, result.loss)
     with pytest.raises(ValueError, match="first: no stage's forward takes this"):  # that is a value within the model
         pipe.step(x, shift, first=shift, target=y)
+
+
+class Scaling(nn.Module):
+    """An input that is no tensor, which the trace makes a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        first = self.layers[0](x)
+        pipe_split()
+        return self.layers[1](first) if scale is None else scale * self.layers[1](first)
+
+
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_a_number_is_that_of_the_trace(scale: float | None) -> None:
+    model, (x, y) = Scaling(), torch.randn(2, 4, WIDTH)
+    given = pipeline(copy.deepcopy(model), (x[:2],), {"scale": scale})
+    pipe = Pipeline(given, "1f1b", 2, squared, num_ranks=2)
+    loss = sum(squared(model(x[i : i + 2], scale), y[i : i + 2]) / 2 for i in (0, 2))
+    assert same_bits(pipe.step(x, scale=scale, target=y).loss, loss)
+    for other in (3.0, torch.ones(())):
+        with pytest.raises(ValueError, match=f"scale .* in a microbatch, and is {scale} in the trace"):
+            pipe.step(x, scale=other, target=y)
 
 
 @pytest.mark.parametrize(

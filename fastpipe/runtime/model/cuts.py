@@ -36,6 +36,7 @@ from fastpipe.runtime.model.chain import (
     selected,
     split_carried,
 )
+from fastpipe.runtime.model.modules import torch_stages
 
 _REPEATS = 5
 logger = logging.getLogger("fastpipe")
@@ -235,20 +236,15 @@ def costs_here(stages: Any, partition: Any, example: Any, rank: int) -> list[flo
                 f"example is passed but partition = {partition!r} does not use it: omit it, or set partition to one of "
                 f"{', '.join(map(repr, MEASURED))}"
             )
-        by_default = isinstance(partition, str) and partition == "layers"  # an array is compared by element
-        if not by_default and callable(stages) and not isinstance(stages, nn.Module):
-            raise ValueError(
-                f"partition = {partition!r}: stages is a function, which makes whole stages; omit partition"
-            )
         return None
     if example is None:
         raise ValueError(
             f"partition = {partition!r}: pass one microbatch as example=, as the first layer takes it, or a "
             "tuple of its arguments"
         )
-    layers = as_layers(stages)
+    layers = None if torch_stages(stages) else as_layers(stages)
     if layers is None:
-        raise ValueError(f"partition = {partition!r}: give the model's layers as a list; these stages are cut already")
+        raise _cut_already(partition)
     if rank:
         return None
     try:
@@ -273,8 +269,18 @@ def cut_by(partition: Any, costs: Sequence[float] | None, num_stages: int) -> An
     return [len(part) for part in partition_layers(costs, num_stages)]
 
 
-def layer_ranges(layers: Sequence[nn.Module], num_stages: int, partition: Any) -> list[range]:
-    """The layers of every stage."""
+def _cut_already(partition: Any) -> ValueError:
+    return ValueError(
+        f"partition = {partition!r}: these stages are cut already; omit partition, or give the model's layers as a list"
+    )
+
+
+def layer_ranges(layers: Sequence[nn.Module] | None, num_stages: int, partition: Any) -> list[range]:
+    """The layers of every stage; none if the stages were given."""
+    if layers is None:
+        if isinstance(partition, str) and partition == "layers":  # an array is compared by element
+            return []
+        raise _cut_already(partition)
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise TypeError(

@@ -623,14 +623,18 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _check_traced(node: fx.Node, value: Any) -> None:
-    """Refuse an input that is not as the one of the trace, which may have become a number in the graph."""
-    traced, shape = node.meta.get("val"), getattr(value, "shape", ())
-    if isinstance(traced, torch.Tensor) and tuple(shape) != tuple(traced.shape):
+    """Refuse an input with another shape than in the trace, or with another value if it is no tensor: both have become
+    constants of the graph."""
+    traced, found = _constant(node.meta.get("val")), _constant(value)
+    if "val" in node.meta and found != traced:
         raise ValueError(
-            f"{node.name} has the shape {tuple(shape)} in a microbatch, and the model was traced with "
-            f"{tuple(traced.shape)}: give batches and num_microbatches that make the traced shape, or trace the model "
-            "again"
+            f"{node.name} {found} in a microbatch, and {traced} in the trace, which made that a constant: give the "
+            "same (a shape by batches and num_microbatches that make it), or trace the model again"
         )
+
+
+def _constant(value: Any) -> str:
+    return f"has the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is {value!r}"
 
 
 def _values_after(

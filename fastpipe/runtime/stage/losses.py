@@ -104,6 +104,17 @@ def returned_loss(output: Any) -> Any:
     return value if is_loss else None
 
 
+def _check_has_no_loss(output: Any) -> None:
+    """Refuse an output in which a loss may be where `returned_loss` does not look: the step would train nothing."""
+    named = output.get("loss") if isinstance(output, Mapping) else None
+    if named is not None or any(tensor.dim() == 0 and tensor.requires_grad for tensor in tensor_leaves(output)):
+        raise ValueError(
+            f"the last stage returned a {type(output).__name__} with a scalar that requires a gradient, or 'loss' that "
+            "is no scalar: return a loss as a scalar, alone or as 'loss' in a dict, or give loss_fn; for outputs alone "
+            "call eval_step"
+        )
+
+
 def loss_and_metrics(returned: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Split the result of a loss function: a loss, ``(loss, dict of metrics)``, or one dict of both.
 
@@ -409,6 +420,7 @@ class StageLosses:
         has_loss = returned_loss(output) is not None if self.loss_fn is None else work.targets is not None
         if not has_loss:
             if self.loss_fn is None and torch.is_grad_enabled():
+                _check_has_no_loss(output)
                 raise NoLoss("the last stage returned no loss; give loss_fn, or call eval_step")
             self._share_added(microbatch)
             return ()

@@ -163,7 +163,7 @@ def _check_pipeline(request: Request, replies: Sequence[Reply]) -> None:
     check_given([reply["kwargs"] for reply in replies])
     for name in set.intersection(*(set(reply["unknown"]) for reply in replies)):
         raise ValueError(
-            f"split[{name!r}]: no stage's forward has a parameter of this name; use one that it has, the "
+            f"split[{name!r}]: no stage's forward takes this keyword argument; use one that it takes, the "
             "position of an input, 'target' or 'output_grad'"
         )
     check_changes([reply["changes"] for reply in replies])

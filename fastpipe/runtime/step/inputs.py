@@ -146,7 +146,8 @@ def signature_of(request: Request, inputs: Inputs, rules: Rules) -> tuple[Any, .
     taken += [("target", request.target, inputs.targets), ("output_grad", request.output_grad, inputs.output_grads)]
     found = []
     for key, value, microbatches in taken:
-        is_cut = not is_list_of_microbatches(value) and not callable(rule_for(rules, key))
+        rule = rule_for(rules, key)
+        is_cut = not is_list_of_microbatches(value, rule) and not callable(rule)
         found.append((key, _form_of(value if is_cut and microbatches is not None else microbatches)))
     return tuple(found)
 
@@ -201,6 +202,7 @@ def take_inputs(request: Request, batch: BatchArguments, stages: Sequence[Stage]
     first = next((stage for stage in stages if stage.is_first), None)
     if first is not None:
         _check_input(first, request)
+        _check_rules_by_position(first, request, rules)
         columns = _split_args(request, rules)
         inputs.args = by_microbatch(columns, count)
         for i, value in enumerate(request.args):
@@ -235,13 +237,24 @@ def _is_by_position(name: str, request: Request, stages: Sequence[Stage]) -> boo
         return False
     for stage in stages:
         for number, layer in enumerate(stage.modules):
-            count = len(request.args) if stage.is_first and not number else 1
+            count = 0 if stage.is_first and not number else 1
             if (
                 name in (accepted_names(unwrapped(layer)) or ())
                 and name not in positional_names(unwrapped(layer))[:count]
             ):
                 return False
     return True
+
+
+def _check_rules_by_position(first: Stage, request: Request, rules: Rules) -> None:
+    """Refuse a rule by name for an input that is given by position."""
+    names = positional_names(unwrapped(first.modules[0]))[: len(request.args)]
+    for position, name in enumerate(names):
+        if isinstance(rules, Mapping) and name in rules and name != "target":
+            raise ValueError(
+                f"split[{name!r}]: step gets this input by position; write split={{{position}: ...}}, or call "
+                f"step({name}=...)"
+            )
 
 
 def _check_input(first: Stage, request: Request) -> None:
@@ -315,10 +328,11 @@ def _note_whole(
         unasked: how it is split without a rule.
     """
     way = RULE if has_rule(rules, key) else unasked
-    for leaf, rows in lengths(value, rule_for(rules, key), name).items():
+    rule = rule_for(rules, key)
+    for leaf, rows in lengths(value, rule, name).items():
         if [rows, way] not in inputs.whole.values():
             inputs.whole[leaf] = [rows, way]
-    if request.training and request.num_microbatches > 1 and not is_list_of_microbatches(value):
+    if request.training and request.num_microbatches > 1 and not is_list_of_microbatches(value, rule):
         _check_history(value, name)
 
 

@@ -51,9 +51,9 @@ def _is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_list_of_microbatches(value: Any) -> bool:
-    """Whether a value has one item per microbatch, a list or an iterator, and is not a whole batch to be split."""
-    return isinstance(value, list | Iterator)
+def is_list_of_microbatches(value: Any, rule: Rule = 0) -> bool:
+    """Whether a value has one item per microbatch: an iterator, or a list that is not passed to all of them."""
+    return isinstance(value, Iterator) or (isinstance(value, list) and rule != REPLICATE)
 
 
 def split_argument(value: Any, num_microbatches: int, rules: Rules, key: str | int, name: str) -> list[Any]:
@@ -80,8 +80,8 @@ def split(
 
     Args:
         value: a tensor or a tree of tensors (split along a dimension; the first microbatches get the extra rows), a
-            list (one entry per microbatch), or an iterator (one item per microbatch). A BlockMask of FlexAttention is
-            split along its batch; all share one of a single row.
+            list (one entry per microbatch, unless it is replicated), or an iterator (one item per microbatch). A
+            BlockMask of FlexAttention is split along its batch; all share one of a single row.
         rule: a dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
         name: in errors.
         position: of an argument without a name; its key in the rules.
@@ -93,10 +93,10 @@ def split(
     key = name if position is None else position
     if callable(rule):
         return _checked_list(list(rule(value, num_microbatches)), num_microbatches, f"split[{key!r}]")
-    if isinstance(value, list):
-        return _checked_list(value, num_microbatches, name)
     if isinstance(value, Iterator):
         return _checked_list(list(islice(value, num_microbatches)), num_microbatches, f"{name} (an iterator)")
+    if is_list_of_microbatches(value, rule):
+        return _checked_list(value, num_microbatches, name)
     if rule == REPLICATE:
         return [value] * num_microbatches
     if not _is_whole(rule):
@@ -142,7 +142,7 @@ def _split_leaf(
             return [leaf] * num_microbatches
         raise ValueError(
             f"{name} is a {type(leaf).__name__}: give a tensor (a whole batch), a list or an iterator of microbatches, "
-            f"or say how to split it with split={{{key!r}: function}}"
+            f"or say how to split it with split={{{key!r}: function}}, or 'replicate' for the same in all microbatches"
         )
     check_has_shape(leaf)
     if shares_single_rows and (leaf.dim() == 0 or leaf.shape[0] == 1):
@@ -155,7 +155,7 @@ def _split_leaf(
     if not -leaf.dim() <= dim < leaf.dim():
         raise ValueError(
             f"{name} of shape {tuple(leaf.shape)} has no dimension {dim} to split along: give another with "
-            f"split={{{key!r}: dimension}}, or 'replicate'"
+            f"split={{{key!r}: dimension}}, or 'replicate', or a function that splits the whole argument"
         )
     if (rows := leaf.shape[dim]) < num_microbatches:
         or_pass = f", or pass num_microbatches={rows} to step" if rows else ""
@@ -347,8 +347,8 @@ def _merge_one(values: list[Any], rule: Rule) -> Any:
     try:
         return torch.cat(values, rule)
     except (IndexError, RuntimeError) as error:
-        shapes = sorted({tuple(value.shape) for value in values})
+        shapes = sorted({str(tuple(value.shape)) for value in values})  # sizes of nested tensors have no order
         raise ValueError(
-            f"merge: outputs of shape {' and '.join(map(str, shapes))} cannot be concatenated along dimension {rule}; "
+            f"merge: outputs of shape {' and '.join(shapes)} cannot be concatenated along dimension {rule}; "
             "give merge another dimension, a function of their list, or False"
         ) from error

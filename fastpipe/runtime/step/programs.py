@@ -205,7 +205,10 @@ def options_with_stages(
     if stages_per_rank is None:
         return chosen
     if "stages_per_rank" in family.options:
-        chosen["stages_per_rank"] = stages_per_rank
+        if chosen.setdefault("stages_per_rank", stages_per_rank) != stages_per_rank:
+            raise ValueError(
+                f"stages_per_rank = {stages_per_rank}, and {chosen['stages_per_rank']} in schedule_options: give one"
+            )
     elif stages_per_rank != family.stages_per_rank:
         raise ValueError(
             f"stages_per_rank = {stages_per_rank}: {family.name} has {family.stages_per_rank}; leave it out"
