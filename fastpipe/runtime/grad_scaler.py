@@ -54,6 +54,8 @@ class GradScaler(torch.amp.GradScaler):
         # not the pipeline itself: its steps hold this, and it ends when the script drops it
         self._pipe: Any = weakref.proxy(pipe)
         pipe._steps.loss_scale = self._loss_scale if enabled else None
+        if enabled:
+            self._loss_scale()  # so that `step` may come before the pipeline's first
 
     def _loss_scale(self) -> torch.Tensor:
         """The scale of the pipeline's next step, on its device."""

@@ -280,8 +280,9 @@ class Pipeline:
             reduces=self._reduces,
             gathers_outputs=gather_outputs,
             index=index,
+            traces=trace,
         )
-        return self._run(request, trace)
+        return self._run(request)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -348,12 +349,20 @@ class Pipeline:
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches
         request = Request(
-            as_inputs(args), kwargs, target, None, count, training=False, gathers_outputs=gather_outputs, index=index
+            as_inputs(args),
+            kwargs,
+            target,
+            None,
+            count,
+            training=False,
+            gathers_outputs=gather_outputs,
+            index=index,
+            traces=trace,
         )
-        return self._run(request, trace)
+        return self._run(request)
 
-    def _run(self, request: Request, trace: bool) -> StepResult:
-        result = self._steps.run(self._with_target(request), bool(trace))
+    def _run(self, request: Request) -> StepResult:
+        result = self._steps.run(self._with_target(request))
         if request.gathers_outputs:
             result.raw_outputs = gather_outputs(self._steps, self._site.member, result.raw_outputs)
         return result

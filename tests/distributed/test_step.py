@@ -157,6 +157,7 @@ def test_bad_input_is_told_to_all_and_the_next_step_works(executor: str) -> None
         (lambda: pipe.step(x, target=y) if rank else pipe.eval_step(x, target=y), other_calls),
         (lambda: pipe.step(x, target=y, **({"scale": 1.0} if rank else {})), "None for one that a rank does not need"),
         (lambda: pipe.step(x, target=y, gather_outputs=rank == 0), gathering),
+        (lambda: pipe.step(x, target=y, trace=rank == 0), gathering.replace("gather_outputs", "trace")),
         (lambda: pipe.step(x, target=y, scale=1.0), "scale: no stage's forward takes"),
         (lambda: pipe.step(x, target=y[:8]), "target has 8 rows"),
     ):

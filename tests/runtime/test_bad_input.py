@@ -366,6 +366,11 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.step(X, target=Y, index=torch.arange(len(X))),
         "index is a Tensor: it is the number of the batch",
     ),
+    "a tensor where tracing is chosen": (
+        {},
+        lambda p: p.eval_step(X, target=Y, trace=torch.ones(len(X))),
+        "trace is a Tensor: it is whether the result has the times of all ranks",
+    ),
     "what cannot be handed on": (
         {"stages": [Block(), Wordy(), Block(), Block()]},
         lambda p: p.step(X, target=Y),

@@ -189,6 +189,17 @@ def test_what_is_no_dtype_of_gradients(given: Any) -> None:
         Pipeline(BF16.layers(2), "1f1b", 4, squared, num_ranks=2, grad_dtype=given)
 
 
+def test_a_scaler_before_the_first_step() -> None:
+    pipe = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler = GradScaler(pipe, init_scale=8.0)
+    assert scaler.get_scale() == 8.0
+    scaler.step(optimizer)
+    scaler.update()
+    pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    scaler.step(optimizer)
+
+
 def test_a_scaler_of_no_pipeline_is_refused() -> None:
     with pytest.raises(TypeError, match="pipe is of type Linear: give the Pipeline"):
         GradScaler(nn.Linear(4, 4))  # type: ignore[arg-type]

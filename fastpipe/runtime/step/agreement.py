@@ -23,7 +23,9 @@ def call_text(request: Request) -> str:
     names = ", ".join(["", *sorted(request.kwargs)])
     call = "step" if request.training else "eval_step, or a step without a loss,"
     more = (", gather_outputs" if request.gathers_outputs else "") + ("" if request.reduces else ", under no_sync")
-    more += "" if request.index is None else f", index={request.index}"
+    more += ("" if request.traces is False else ", trace") + (
+        "" if request.index is None else f", index={request.index}"
+    )
     return f"{call} with num_microbatches={request.num_microbatches}{names}{more}"
 
 

@@ -94,6 +94,7 @@ class Request:
     Attributes:
         reduces: whether gradients are reduced over the replicas of the pipeline.
         gathers_outputs: whether every rank gets the outputs.
+        traces: whether every rank gets the times of all.
     """
 
     args: tuple[Any, ...]
@@ -105,6 +106,7 @@ class Request:
     reduces: bool = True
     gathers_outputs: bool = False
     index: int | None = None
+    traces: bool = False
 
 
 @dataclass
@@ -180,12 +182,16 @@ def _check_request(request: Request, batch: BatchArguments) -> None:
         raise ValueError("target and output_grad are both given: pass a target for loss_fn, or the outputs' gradients")
     if request.gathers_outputs and not batch.keeps_outputs:
         raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
-    index: Any = request.index
-    if index is not None and not isinstance(index, Integral):
-        raise ValueError(
-            f"index is a {type(index).__name__}: it is the number of the batch, an int, and no layer gets it; "
-            "rename an argument of a layer that has this name"
-        )
+    own: dict[str, tuple[Any, str]] = {
+        "index": (request.index, "the number of the batch, an int"),
+        "trace": (request.traces, "whether the result has the times of all ranks, a bool"),
+    }
+    for name, (value, what) in own.items():
+        if value is not None and not isinstance(value, Integral):
+            raise ValueError(
+                f"{name} is a {type(value).__name__}: it is {what}, and no layer gets it; rename an argument of a "
+                "layer that has this name"
+            )
 
 
 def take_inputs(request: Request, batch: BatchArguments, stages: Sequence[Stage]) -> Inputs:

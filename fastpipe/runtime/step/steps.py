@@ -210,12 +210,12 @@ class Steps:
         self.watchdog = Watchdog(control, ranks, warn_after)
         self._calls = Calls(ranks.interrupt)
 
-    def run(self, request: Request, trace: bool) -> StepResult:
+    def run(self, request: Request) -> StepResult:
         """One step; see `Pipeline.step` and `Pipeline.eval_step`."""
         with self._calls.entered(), self._calls.uninterrupted(), self.cores.kept():
-            return self._run(request, trace)
+            return self._run(request)
 
-    def _run(self, request: Request, trace: bool) -> StepResult:
+    def _run(self, request: Request) -> StepResult:
         with self._exchanging(), contextlib.ExitStack() as after:
             self._has_separate_grads = False
             after.callback(self.copies.release)
@@ -226,10 +226,10 @@ class Steps:
                 with self._published():
                     weights = self._weights(replies, request)
                     with torch.set_grad_enabled(request.training):
-                        outcome = self._execute(program, inputs, weights, request, signature, trace)
+                        outcome = self._execute(program, inputs, weights, request, signature)
                     if self._calls.interrupted and outcome.failure is None:
                         outcome.failure = Failure(self.ranks.first, "KeyboardInterrupt")
-                    replies = self._finish(outcome, request, trace)
+                    replies = self._finish(outcome, request)
                     if self.audit is not None and request.training and not _have_failed(replies):
                         self.audit.end(replies)
                     # within this context, as all ranks must announce the same steps, whatever a signal's handler raises
@@ -240,7 +240,7 @@ class Steps:
                         self._lossless.clear()
                     self._lossless.add(signature)
         if signature in self._lossless:
-            return self._run(_forward_only(request, inputs), trace)
+            return self._run(_forward_only(request, inputs))
         self._raise_failure(program, outcome, replies)
         if self.audit is not None and self.audit.finding is not None:
             self._release()
@@ -421,7 +421,6 @@ class Steps:
         weights: Weights,
         request: Request,
         signature: tuple[Any, ...],
-        trace: bool,
     ) -> Outcome:
         self.watchdog.phase = "runs the step"
         announce = signature not in self.announced
@@ -437,7 +436,7 @@ class Steps:
             for stage in self.stages:
                 stage.begin(StageWork(reduces=request.reduces))
         with recording:
-            outcome = self.ranks.run(program, number, announce, trace, error)
+            outcome = self.ranks.run(program, number, announce, request.traces, error)
         if outcome.failure is None and len(outcome.spans) == len(self.ranks.stages):
             refusal = self.random.check()
             if refusal is not None:
@@ -471,7 +470,7 @@ class Steps:
             return self.announced[signature]
         return len(self.announced) if len(self.announced) < _MAX_SIGNATURES else next(iter(self.announced.values()))
 
-    def _finish(self, outcome: Outcome, request: Request, trace: bool) -> Replies:
+    def _finish(self, outcome: Outcome, request: Request) -> Replies:
         """Exchange the outcomes, and sum the gradients of stages that two ranks hold and of tied weights."""
         self.watchdog.phase = "has run the step, and waits for the outcome of the other ranks"
         try:
@@ -479,7 +478,7 @@ class Steps:
                 self.copies.check_unwritten()
                 if request.training:
                     self.rest.check()
-            report = self._report(outcome, trace)
+            report = self._report(outcome, request)
             # a report of losses waits for the device; if a rank was lost meanwhile, its values are invalid
             if outcome.failure is None:
                 self.ranks.device_events.check()
@@ -487,7 +486,7 @@ class Steps:
                 report |= self.audit.report()
         except Exception as error:  # reported as the step's failure
             outcome.fail(error, self.ranks.first)
-            report = self._report(outcome, trace)
+            report = self._report(outcome, request)
         try:
             replies = self.control.exchange("end", report)
         except FailureError as error:
@@ -497,7 +496,7 @@ class Steps:
             self.copies.after_step(not _have_failed(replies))
         return replies
 
-    def _report(self, outcome: Outcome, trace: bool) -> Reply:
+    def _report(self, outcome: Outcome, request: Request) -> Reply:
         reply: Reply = {}
         if self.ranks.failed_at:
             reply["positions"] = [(rank, position) for rank, _, position in self.ranks.failed_at]
@@ -511,7 +510,7 @@ class Steps:
                     check_merge_rules(output, self.batch.merge_rules)
             self._outputs = LocalOutputs(self.stages)
             reply |= self._outputs.report(self.control, self.device, self.ranks.device_events)
-        if trace:
+        if request.traces:
             reply["spans"] = pack_spans(outcome.spans)
         return reply
 
