@@ -342,23 +342,30 @@ class _Writer(FileSystemWriter):
     """DCP's writer into the folder of a `Save`, which DCP's first rank begins and completes.
 
     Args:
+        path: as the user gave it.
         keep: the number of checkpoints to keep; None for all.
-        size: the number of processes that save.
+        processes: those that save together.
     """
 
-    def __init__(self, path: Path, step: int, keep: int | None, size: int) -> None:
-        super().__init__(path, sync_files=False)  # _SyncedFile syncs, after a flush
+    def __init__(self, path: str | os.PathLike[str], step: int, keep: int | None, processes: Sequence[int]) -> None:
+        self._target = real_path(path)
+        super().__init__(self._target, sync_files=False)  # _SyncedFile syncs, after a flush
         self.fs = self._files = _Files()
-        self._target, self._step, self._keep, self._size = path, step, keep, size
+        self._given, self._step, self._keep, self._processes = os.fspath(path), step, keep, processes
         self._save: Save | None = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
+        return replace(plan, storage_data=self._given)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if len(plans) != self._size:
+        if len(plans) != len(self._processes):
             # without a process group DCP saves the part of this process as the whole
             raise RuntimeError("the process group has been destroyed during the save")
+        if differing := _differing(self._processes, [repr(plan.storage_data) for plan in plans]):
+            raise ValueError(
+                f"path: {differing}, and all save into one folder; give the same path in all processes, or a group of "
+                "those that train one model"
+            )
         self._save = Save(self._target)
         # where each rank writes; DCP sends it with the plans
         places = (SimpleNamespace(prefix=FILE_PREFIX.format(i), folder=self._save.folder) for i in range(len(plans)))
@@ -392,26 +399,51 @@ class _Reader(FileSystemReader):
     """DCP's reader, which verifies the checksums of the files before it reads them; each rank verifies a part.
 
     Args:
-        files: the size and CRC-32 of each file, by name; empty for a checkpoint without a manifest.
+        manifest: None for a checkpoint without one.
         group: the processes that load together.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, tuple[int, int]], group: Any) -> None:
+    def __init__(self, folder: Path, manifest: Manifest | None, group: Any) -> None:
         super().__init__(folder)
-        self._folder, self._files, self._group = folder, files, group
+        self._folder, self._manifest, self._group = folder, manifest, group
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        check_contents(self._folder, self._files, *_place_in(self._group))
-        return plan
+        save = None if (manifest := self._manifest) is None else (manifest.step, manifest.saved)
+        check_contents(self._folder, manifest.files if manifest else {}, *_place_in(self._group))
+        return replace(plan, storage_data=(save, str(self._folder)))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuse different checkpoints, of which each process would load its part: folders of one name on different
+        hosts, or the newest of a folder in which another process has not seen it."""
+        found = [plan.storage_data for plan in plans]
+        texts = [f"{path!r}, {f'of step {save[0]}' if save else 'without a manifest'}," for save, path in found]
+        if differing := _differing(_processes(self._group), texts, [save for save, _ in found]):
+            raise ValueError(
+                f"path: {differing} which are different checkpoints; give the same folder in all processes, on a "
+                "shared file system, or a group of those that train one model"
+            )
+        return plans
 
     @_sendable_errors()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         return super().read_data(plan, planner)
 
 
+def _differing(processes: Sequence[int], texts: Sequence[str], values: Sequence[Any] | None = None) -> str:
+    """The texts of the first process and of the first one with another value (default: the text); "" if none has."""
+    values = texts if values is None else values
+    other = next((i for i, value in enumerate(values) if value != values[0]), 0)
+    return f"process {processes[0]} has {texts[0]} and process {processes[other]} {texts[other]}" if other else ""
+
+
 def _place_in(group: Any) -> tuple[int, int]:
     """This process's rank in a group, and the group's size."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
+def _processes(group: Any) -> list[int]:
+    """Those of a group; default: all."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD) if dist.is_initialized() else [0]
 
 
 def check_processes(pipe: Pipeline, group: Any = None) -> None:
@@ -429,7 +461,7 @@ def check_processes(pipe: Pipeline, group: Any = None) -> None:
             "the process group has been destroyed, and the ranks of the pipeline save and load over it: call "
             "dist.destroy_process_group() after the last checkpoint, of one in the background after its result()"
         )
-    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    members = _processes(group)
     if missing := [rank for rank, process in enumerate(ranks) if process not in members]:
         raise ValueError(
             f"group has processes {members}, and rank {listed(missing)} of the pipeline is none of them: give a group "
@@ -449,7 +481,7 @@ def _errors_of_dcp(call: str, pipe: Pipeline, group: Any) -> Iterator[None]:
         if first == own:
             raise raised from None
         cause = cause_text(raised)
-        process, ranks = dist.get_process_group_ranks(group or dist.group.WORLD)[first], pipe._site.member.ranks
+        process, ranks = _processes(group)[first], pipe._site.member.ranks
         rank = ranks.index(process) if process in ranks else None
         who = f"process {process}, of another pipeline," if rank is None else f"rank {rank}"
         raise StepError(f"{who} failed in {call}: {cause}", rank=rank, cause=cause) from error
@@ -499,15 +531,16 @@ def save_checkpoint(
         asynchronous: return when the state is copied, and write in the background.
         keep: the number of checkpoints to keep in the parent folder, including this one; older ones are removed when
             this one is complete. Default: all.
-        group: the processes that save together; default: all. Replicas of a pipeline save together.
+        group: the processes that save together; default: all. Replicas of a pipeline save together; pipelines of other
+            models do not.
 
     Returns:
         None; or a future whose ``result()`` returns when the checkpoint is complete, or raises the error.
 
     Raises:
         ValueError: for an optimizer of other parameters, or with state that cannot be saved; on every rank if some
-            ranks give an optimizer and others none; for a path with files other than a checkpoint's; for `keep` below
-            1; for a `group` without all processes of the pipeline.
+            ranks give an optimizer and others none; for a path with files other than a checkpoint's, or another one
+            than other processes give; for `keep` below 1; for a `group` without all processes of the pipeline.
         OSError: if the files cannot be written on this rank.
         StepError: if another rank cannot save, or exits during the save.
         RuntimeError: if the last save in the background failed and its future was not read; if torch's process group
@@ -530,7 +563,7 @@ def save_checkpoint(
         whole = whole_state(pipe, optimizers, extra)
         # a copy for the background here, as the others are told if there is no room for it
         state.update(_copied(whole) if asynchronous else whole)
-        writers.append(_Writer(real_path(path), step, keep, _place_in(group)[1]))
+        writers.append(_Writer(path, step, keep, _processes(group)))
         return {"optimizes": optimizes(pipe, optimizers)}
 
     def write(replies: Sequence[Reply]) -> None:
@@ -735,9 +768,9 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
         KeyError: if it lacks a key that is needed here.
-        ValueError: if a file is missing or altered, files of two saves are mixed, or ranks find different checkpoints;
-            if the checkpoint has keys of the model that no rank loads, other shapes, other parameter groups, or two
-            values for a tied weight; if some ranks give an optimizer and others none.
+        ValueError: if a file is missing or altered, files of two saves are mixed, or processes find different
+            checkpoints; if the checkpoint has keys of the model that no rank loads, other shapes, other parameter
+            groups, or two values for a tied weight; if some ranks give an optimizer and others none.
         StepError: if another rank cannot load.
     """
     _check_pipe(pipe)
@@ -754,7 +787,7 @@ def load_checkpoint(
         check_processes(pipe, group)
         folder = locate(path)
         manifest, metadata = _checked(folder, warns=pipe.rank == 0)
-        readers.append(_Reader(folder, manifest.files if manifest else {}, group))
+        readers.append(_Reader(folder, manifest, group))
         saved.update(metadata.state_dict_metadata)
         ties = pipe._local.ties
         state.update(model=with_all_names(pipe.state_dict(), ties, "meta"))
@@ -765,12 +798,10 @@ def load_checkpoint(
         state.update(optimizer=template(optimizers, names, _section(saved, "optimizer")))
         generators = _generators(pipe)
         state.update(random={key: value for key, value in generators.items() if f"random.{key}" in saved})
-        save = [manifest.step, manifest.saved] if manifest else None
-        return {"keys": list(_flat_model(state["model"])), "optimizes": optimizes(pipe, optimizers), "save": save}
+        return {"keys": list(_flat_model(state["model"])), "optimizes": optimizes(pipe, optimizers)}
 
     def read(replies: Sequence[Reply]) -> None:
         check_all_optimize(replies)
-        _check_same_save(replies, path)
         _check_all_taken(_section(saved, "model"), replies, path)
         with _lost_named(pipe, group), shared.collective(CheckpointException):
             load(state, storage_reader=readers[0], process_group=group, no_dist=not dist.is_initialized())
@@ -843,20 +874,6 @@ def check_all_optimize(replies: Sequence[Reply]) -> None:
         raise ValueError(
             f"optimizer: rank {given.index(True)} gives one and rank {given.index(False)} gives none; give it on every "
             "rank, or on none"
-        )
-
-
-def _check_same_save(replies: Sequence[Reply], path: str | os.PathLike[str]) -> None:
-    """Refuse folders of one name, on file systems of different hosts for example, that hold different checkpoints."""
-    saves = [reply["save"] for reply in replies]
-    other = next((rank for rank, save in enumerate(saves) if save != saves[0]), None)
-    if other is not None:
-        first, second = (
-            f"that of step {save[0]}" if save else "one without a manifest" for save in (saves[0], saves[other])
-        )
-        raise ValueError(
-            f"path = {os.fspath(path)!r} holds different checkpoints: on rank 0 {first}, on rank {other} {second}; "
-            "give a folder that is the same on every rank, on a shared file system"
         )
 
 

@@ -217,10 +217,38 @@ def test_folders_of_one_name_with_different_checkpoints_are_refused(tmp_path: Pa
     for name in ("a", "b"):
         save_checkpoint(tmp_path / name / "saved", pipe)
         pipe.step_count += 1
-    said = "path = 'saved' holds different checkpoints: on rank 0 that of step 0, on rank 1 that of step 1"
+    said = "process 0 has '.*a/saved', of step 0, and process 1 '.*b/saved', of step 1, which are different checkpoints"
     with contextlib.chdir(tmp_path / "ab"[dist.get_rank()]):
-        refuses(lambda: load_checkpoint("saved", pipe), said)
+        refuses(lambda: load_checkpoint("saved", pipe), said, on=0)
     load_checkpoint(tmp_path / "a" / "saved", pipe)
+
+
+@on_ranks(4)
+def test_replicas_with_different_folders_are_refused(tmp_path: Path) -> None:
+    """Shards of two checkpoints would be mixed; a save would be complete in the folder of process 0 alone."""
+    over = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "pp"))
+    made = [fully_shard(nn.Linear(4, 4), mesh=over["dp_shard"]) for _ in range(2)]
+    pipe, replica = Pipeline(made, "gpipe", 1, mesh=over), over.get_local_rank("dp_shard")
+    for number in range(2):
+        save_checkpoint(tmp_path / f"step{number}", pipe)
+        pipe.step_count += 1
+    calls: dict[str, Callable[[], Any]] = {
+        "0 has .*step0', of step 0, and process 2 '.*step1', of step 1, which are different checkpoints": lambda: (
+            load_checkpoint(tmp_path / f"step{replica}", pipe)
+        ),
+        "0 has '.*replica0' and process 2 '.*replica1', and all save into one folder; give the same path": lambda: (
+            save_checkpoint(tmp_path / f"replica{replica}", pipe)
+        ),
+    }
+    for said, call in calls.items():
+        kind, text, _ = caught(call)
+        assert re.search(said, text) and kind == ("StepError" if dist.get_rank() else "ValueError"), text
+    load_checkpoint(tmp_path / "step0", pipe)
+    save_checkpoint(tmp_path / "step0", pipe)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step0", "step1"]
+    alone = Pipeline([nn.Linear(4, 4) for _ in range(2)], "gpipe", 1, group=over["pp"])
+    for call in (save_checkpoint, load_checkpoint):
+        call(tmp_path / f"model{replica}", alone, group=over["pp"].get_group())
 
 
 @pytest.mark.parametrize("keys", [["0_of_2", "1_of_2"]])
