@@ -219,19 +219,20 @@ class MemoryCheckpoint:
             StepError: if another rank cannot load.
         """
         pipe = self._pipe
-        layouts: list[bytes] = []
+        given: list[Reply] = []
         found: list[Tensor | None] = []
 
         def make() -> Reply:
             self._check_open()
             self._finish()
             optimizer = flat_state(self._optimizers, names_of(pipe))
-            layouts.append(_layout(pipe, {"model": pipe.state_dict(), "optimizer": optimizer}))
+            layout = _layout(pipe, {"model": pipe.state_dict(), "optimizer": optimizer})
             on_disk = None if path is None else Manifest.of(locate(path))
-            return {"disk": on_disk.step if on_disk else -1}
+            given.append({"layout": layout.hex(), "path": str(path), "disk": on_disk.step if on_disk else -1})
+            return {}
 
-        def find(replies: Sequence[Reply]) -> None:
-            found.append(self._find(layouts[0], replies[0]["disk"]))
+        def find(_: Sequence[Reply]) -> None:
+            found.append(self._find(given[0]))
 
         call = f"MemoryCheckpoint.load, path = {path}"
         self._together(call, make, find)
@@ -336,11 +337,14 @@ class MemoryCheckpoint:
         for slots in others:
             slots.publish(generation)
 
-    def _find(self, layout: bytes, disk: int) -> Tensor | None:
+    def _find(self, given: Reply) -> Tensor | None:
         """This rank's file of the newest generation that all ranks have and that is not older than the one on disk."""
         files = list(_complete(self._folder))
         visible = _copies(self._folder, files)
-        tables = self._gather({"layout": layout.hex(), "copies": list(visible)})
+        tables = self._gather({**given, "copies": list(visible)})
+        if len(paths := sorted({table["path"] for table in tables})) > 1:
+            raise ValueError(f"path = {given['path']}: the processes have {paths}; give the same path in all replicas")
+        disk = max(table["disk"] for table in tables)
         copies = [[_Copy(*copy) for copy in table["copies"]] for table in tables]
         chosen, memory = -1, None
         for generation in sorted({copy.generation for own in copies for copy in own}, reverse=True):
