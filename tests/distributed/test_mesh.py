@@ -715,6 +715,24 @@ def test_pipelines_of_a_mesh_must_be_in_the_same_modes() -> None:
 
 
 @on_ranks(4)
+def test_pipelines_of_a_mesh_must_be_clipped_and_scaled_alike() -> None:
+    """What is replicated over them would become different."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    pipe, place = (
+        Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh),
+        mesh["tp"].get_local_rank(),
+    )
+    x, y = batch(0)
+    pipe.step(x, target=y)
+    text = said(lambda: pipe.clip_grad_norm_(1.0 + place))
+    assert "give the same on every rank, not rank 0: (" in text and f"; rank 1 at tp={1 - place}: (" in text, text
+    scaler = GradScaler(pipe, init_scale=2.0 + place)
+    pipe.step(x, target=y)
+    text = said(lambda: scaler.unscale_(torch.optim.SGD(pipe.parameters())))
+    assert "the scale is " in text and f" on rank 1 at tp={1 - place}: construct the GradScaler" in text, text
+
+
+@on_ranks(4)
 def test_all_pipelines_of_a_mesh_refuse_what_one_is_given() -> None:
     """On four ranks: one pipeline's ranks are given different batches, and the other's, of another batch, go on."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
