@@ -342,30 +342,23 @@ class _Writer(FileSystemWriter):
     """DCP's writer into the folder of a `Save`, which DCP's first rank begins and completes.
 
     Args:
-        path: as the user gave it.
         keep: the number of checkpoints to keep; None for all.
-        processes: those that save together.
+        size: the number of processes that save.
     """
 
-    def __init__(self, path: str | os.PathLike[str], step: int, keep: int | None, processes: Sequence[int]) -> None:
-        self._target = real_path(path)
-        super().__init__(self._target, sync_files=False)  # _SyncedFile syncs, after a flush
+    def __init__(self, path: Path, step: int, keep: int | None, size: int) -> None:
+        super().__init__(path, sync_files=False)  # _SyncedFile syncs, after a flush
         self.fs = self._files = _Files()
-        self._given, self._step, self._keep, self._processes = os.fspath(path), step, keep, processes
+        self._target, self._step, self._keep, self._size = path, step, keep, size
         self._save: Save | None = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return replace(plan, storage_data=self._given)
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if len(plans) != len(self._processes):
+        if len(plans) != self._size:
             # without a process group DCP saves the part of this process as the whole
             raise RuntimeError("the process group has been destroyed during the save")
-        if differing := _differing(self._processes, [repr(plan.storage_data) for plan in plans]):
-            raise ValueError(
-                f"path: {differing}, and all save into one folder; give the same path in all processes, or a group of "
-                "those that train one model"
-            )
         self._save = Save(self._target)
         # where each rank writes; DCP sends it with the plans
         places = (SimpleNamespace(prefix=FILE_PREFIX.format(i), folder=self._save.folder) for i in range(len(plans)))
@@ -399,51 +392,48 @@ class _Reader(FileSystemReader):
     """DCP's reader, which verifies the checksums of the files before it reads them; each rank verifies a part.
 
     Args:
-        manifest: None for a checkpoint without one.
+        files: the size and CRC-32 of each file, by name; empty for a checkpoint without a manifest.
         group: the processes that load together.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest | None, group: Any) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, tuple[int, int]], group: Any) -> None:
         super().__init__(folder)
-        self._folder, self._manifest, self._group = folder, manifest, group
+        self._folder, self._files, self._group = folder, files, group
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        save = None if (manifest := self._manifest) is None else (manifest.step, manifest.saved)
-        check_contents(self._folder, manifest.files if manifest else {}, *_place_in(self._group))
-        return replace(plan, storage_data=(save, str(self._folder)))
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse different checkpoints, of which each process would load its part: folders of one name on different
-        hosts, or the newest of a folder in which another process has not seen it."""
-        found = [plan.storage_data for plan in plans]
-        texts = [f"{path!r}, {f'of step {save[0]}' if save else 'without a manifest'}," for save, path in found]
-        if differing := _differing(_processes(self._group), texts, [save for save, _ in found]):
-            raise ValueError(
-                f"path: {differing} which are different checkpoints; give the same folder in all processes, on a "
-                "shared file system, or a group of those that train one model"
-            )
-        return plans
+        check_contents(self._folder, self._files, *_place_in(self._group))
+        return plan
 
     @_sendable_errors()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         return super().read_data(plan, planner)
 
 
-def _differing(processes: Sequence[int], texts: Sequence[str], values: Sequence[Any] | None = None) -> str:
-    """The texts of the first process and of the first one with another value (default: the text); "" if none has."""
-    values = texts if values is None else values
-    other = next((i for i, value in enumerate(values) if value != values[0]), 0)
-    return f"process {processes[0]} has {texts[0]} and process {processes[other]} {texts[other]}" if other else ""
+def _gather(own: Reply, group: Any) -> dict[int, Reply]:
+    """The messages of the processes of a group, also of other pipelines; default: of all."""
+    if not dist.is_initialized():
+        return {0: own}
+    found: list[Reply] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return dict(zip(dist.get_process_group_ranks(group or dist.group.WORLD), found, strict=True))
+
+
+def _check_same(found: Mapping[int, Reply], key: str, says: str) -> None:
+    """Refuse paths of messages that have different values of a key: folders of one name on different hosts, say, or the
+    newest of a folder in which another process does not see it yet."""
+    first = min(found)
+    for process, own in found.items():
+        if own[key] != found[first][key]:
+            raise ValueError(
+                f"path: process {first} has {found[first]['path']!r} and process {process} has {own['path']!r}, "
+                f"{says}; give the same folder in all processes, on a shared file system, or a group of those that "
+                "train one model"
+            )
 
 
 def _place_in(group: Any) -> tuple[int, int]:
     """This process's rank in a group, and the group's size."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-
-
-def _processes(group: Any) -> list[int]:
-    """Those of a group; default: all."""
-    return dist.get_process_group_ranks(group or dist.group.WORLD) if dist.is_initialized() else [0]
 
 
 def check_processes(pipe: Pipeline, group: Any = None) -> None:
@@ -461,7 +451,7 @@ def check_processes(pipe: Pipeline, group: Any = None) -> None:
             "the process group has been destroyed, and the ranks of the pipeline save and load over it: call "
             "dist.destroy_process_group() after the last checkpoint, of one in the background after its result()"
         )
-    members = _processes(group)
+    members = dist.get_process_group_ranks(group or dist.group.WORLD)
     if missing := [rank for rank, process in enumerate(ranks) if process not in members]:
         raise ValueError(
             f"group has processes {members}, and rank {listed(missing)} of the pipeline is none of them: give a group "
@@ -481,7 +471,7 @@ def _errors_of_dcp(call: str, pipe: Pipeline, group: Any) -> Iterator[None]:
         if first == own:
             raise raised from None
         cause = cause_text(raised)
-        process, ranks = _processes(group)[first], pipe._site.member.ranks
+        process, ranks = dist.get_process_group_ranks(group or dist.group.WORLD)[first], pipe._site.member.ranks
         rank = ranks.index(process) if process in ranks else None
         who = f"process {process}, of another pipeline," if rank is None else f"rank {rank}"
         raise StepError(f"{who} failed in {call}: {cause}", rank=rank, cause=cause) from error
@@ -539,8 +529,8 @@ def save_checkpoint(
 
     Raises:
         ValueError: for an optimizer of other parameters, or with state that cannot be saved; on every rank if some
-            ranks give an optimizer and others none; for a path with files other than a checkpoint's, or another one
-            than other processes give; for `keep` below 1; for a `group` without all processes of the pipeline.
+            processes give an optimizer and others none, or another path; for a path with files other than a
+            checkpoint's; for `keep` below 1; for a `group` without all processes of the pipeline.
         OSError: if the files cannot be written on this rank.
         StepError: if another rank cannot save, or exits during the save.
         RuntimeError: if the last save in the background failed and its future was not read; if torch's process group
@@ -563,11 +553,15 @@ def save_checkpoint(
         whole = whole_state(pipe, optimizers, extra)
         # a copy for the background here, as the others are told if there is no room for it
         state.update(_copied(whole) if asynchronous else whole)
-        writers.append(_Writer(path, step, keep, _processes(group)))
-        return {"optimizes": optimizes(pipe, optimizers)}
+        writers.append(_Writer(real_path(path), step, keep, _place_in(group)[1]))
+        return {}
 
-    def write(replies: Sequence[Reply]) -> None:
-        check_all_optimize(replies)
+    def write(_: Sequence[Reply]) -> None:
+        with _lost_named(pipe, group):
+            found = _gather({"path": os.fspath(path), "optimizes": optimizes(pipe, optimizers)}, group)
+        with shared.raised_by_all(ValueError):
+            check_all_optimize(found)
+            _check_same(found, "path", "and all save into one folder")
         write_over = functools.partial(_write, writers[0], state)
         if asynchronous:
             started.append(_in_background(write_over, path, pipe, group, call, shared))
@@ -770,7 +764,7 @@ def load_checkpoint(
         KeyError: if it lacks a key that is needed here.
         ValueError: if a file is missing or altered, files of two saves are mixed, or processes find different
             checkpoints; if the checkpoint has keys of the model that no rank loads, other shapes, other parameter
-            groups, or two values for a tied weight; if some ranks give an optimizer and others none.
+            groups, or two values for a tied weight; if some processes give an optimizer and others none.
         StepError: if another rank cannot load.
     """
     _check_pipe(pipe)
@@ -779,6 +773,7 @@ def load_checkpoint(
     state: dict[str, Any] = {}
     saved: dict[str, Any] = {}
     readers: list[_Reader] = []
+    own: list[Reply] = []
     call = f"load_checkpoint of {_shown(path)}"
     shared = shared_call(pipe, group)
 
@@ -787,7 +782,7 @@ def load_checkpoint(
         check_processes(pipe, group)
         folder = locate(path)
         manifest, metadata = _checked(folder, warns=pipe.rank == 0)
-        readers.append(_Reader(folder, manifest, group))
+        readers.append(_Reader(folder, manifest.files if manifest else {}, group))
         saved.update(metadata.state_dict_metadata)
         ties = pipe._local.ties
         state.update(model=with_all_names(pipe.state_dict(), ties, "meta"))
@@ -798,10 +793,16 @@ def load_checkpoint(
         state.update(optimizer=template(optimizers, names, _section(saved, "optimizer")))
         generators = _generators(pipe)
         state.update(random={key: value for key, value in generators.items() if f"random.{key}" in saved})
-        return {"keys": list(_flat_model(state["model"])), "optimizes": optimizes(pipe, optimizers)}
+        save = (manifest.step, manifest.saved) if manifest else None
+        own.append({"path": str(folder), "save": save, "optimizes": optimizes(pipe, optimizers)})
+        return {"keys": list(_flat_model(state["model"]))}
 
     def read(replies: Sequence[Reply]) -> None:
-        check_all_optimize(replies)
+        with _lost_named(pipe, group):
+            found = _gather(own[0], group)
+        with shared.raised_by_all(ValueError):
+            check_all_optimize(found)
+            _check_same(found, "save", "which are different checkpoints")
         _check_all_taken(_section(saved, "model"), replies, path)
         with _lost_named(pipe, group), shared.collective(CheckpointException):
             load(state, storage_reader=readers[0], process_group=group, no_dist=not dist.is_initialized())
@@ -867,13 +868,13 @@ def optimizes(pipe: Pipeline, optimizers: Optimizers) -> bool | None:
     return bool(optimizers) if trains or optimizers else None
 
 
-def check_all_optimize(replies: Sequence[Reply]) -> None:
-    """Raise ValueError if some ranks give an optimizer and others none."""
-    given = [reply["optimizes"] for reply in replies]
+def check_all_optimize(found: Mapping[int, Reply]) -> None:
+    """Raise ValueError if some processes give an optimizer and others none; of their messages."""
+    given = {found[process]["optimizes"]: process for process in sorted(found, reverse=True)}
     if True in given and False in given:
         raise ValueError(
-            f"optimizer: rank {given.index(True)} gives one and rank {given.index(False)} gives none; give it on every "
-            "rank, or on none"
+            f"optimizer: process {given[True]} gives one and process {given[False]} gives none; give it on every rank, "
+            "or on none"
         )
 
 

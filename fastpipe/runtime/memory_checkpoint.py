@@ -133,16 +133,17 @@ class MemoryCheckpoint:
                 )
             if not Path(folder).is_dir():
                 raise ValueError(f"folder = {os.fspath(folder)!r}: there is no such folder; give a tmpfs of every host")
-            return {"optimizes": optimizes(pipe, self._optimizers), "job": f"name={name}" if name else _job()}
+            return {"job": f"name={name}" if name else _job()}
 
         def connect(replies: Replies) -> None:
-            check_all_optimize(replies)
             self._has_replicas = len(replies.everywhere) < self._size
             # a group for each, as another one may send its copies at the same time
             self._purpose = f"MemoryCheckpoint of {replies[0]['job']}"
             if self._size > 1:
                 self._group = side_group(self._purpose, None, pipe._steps.ranks.timeout)
-            found = self._gather({"host": host_name(), "job": replies[0]["job"], "keep": keep})
+            own = {"host": host_name(), "job": replies[0]["job"], "keep": keep}
+            found = self._gather({**own, "optimizes": optimizes(pipe, self._optimizers)})
+            check_all_optimize(dict(enumerate(found)))
             if len(kept := sorted({other["keep"] for other in found})) > 1:
                 raise ValueError(f"keep = {keep}: the ranks have {kept}; give the same number on every rank")
             hosts.extend(other["host"] for other in found)

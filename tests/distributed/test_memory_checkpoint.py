@@ -259,7 +259,7 @@ def load_where_replicas_find_others(folder: str, path: str | None) -> tuple[str,
     ("path", "says"),
     [
         (None, r"the processes have \['None', 'saved'\]; give the same path in all replicas"),
-        ("saved", "process 0 has '.*/a/saved', of step 2, and process 1 '.*/b/saved', of step 0, which are different"),
+        ("saved", "process 0 has '.*/a/saved' and process 1 has '.*/b/saved', which are different checkpoints"),
     ],
 )
 def test_replicas_that_find_different_checkpoints_are_refused(path: str | None, says: str, tmp_path: Path) -> None:
