@@ -714,6 +714,29 @@ def test_pipelines_of_a_mesh_must_be_in_the_same_modes() -> None:
     assert bool(pipe.step(x, target=y).loss > 0)
 
 
+@on_ranks(2)
+def test_a_state_that_is_spread_otherwise_is_refused() -> None:
+    """torch copies the parameters before the first DTensor, or assigns a plain tensor that the next step cannot use."""
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
+    made, plain = layers(mesh), nn.Sequential(*(Mlp() for _ in range(LAYERS))).state_dict()
+    spread, unspread = (
+        Pipeline(stages, "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
+        for stages in (made, [Mlp() for _ in range(LAYERS)])
+    )
+    before = {name: whole(parameter.detach()).clone() for name, parameter in spread.named_parameters()}
+    for assign in (False, True):
+        text = said(lambda: spread.load_state_dict(plain, assign=assign))  # noqa: B023 - called here
+        assert text.startswith("the state has a plain 0.up.weight, and that of the stage is a DTensor: load it by"), (
+            text
+        )
+        text = said(lambda: unspread.load_state_dict(spread.state_dict(), assign=assign))  # noqa: B023 - called here
+        assert text.endswith(
+            "0.up.weight as a DTensor, and that of the stage is a plain tensor: give its full_tensor()"
+        )
+    assert all(same_bits(whole(parameter.detach()), before[name]) for name, parameter in spread.named_parameters())
+    spread.load_state_dict(spread.state_dict())
+
+
 @on_ranks(4)
 def test_pipelines_of_a_mesh_must_be_clipped_and_scaled_alike() -> None:
     """What is replicated over them would become different."""
