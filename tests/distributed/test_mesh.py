@@ -40,7 +40,7 @@ from fastpipe import (
 from fastpipe.runtime import construction
 from fastpipe.runtime.model import cuts
 from fastpipe.runtime.stage.boundary import to_tensors
-from fastpipe.runtime.stage.losses import checked_loss
+from fastpipe.runtime.stage.losses import checked_loss, outputs_and_grads
 from fastpipe.testing import reference_step
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.runtime.checks import same_bits
@@ -270,6 +270,13 @@ def test_losses_of_logits_that_are_spread_over_ranks(schedule: str, executor: st
     outputs = pipe.eval_step(x, gather_outputs=True).outputs
     assert outputs.placements == (Shard(2),)
     torch.testing.assert_close(whole(outputs), whole(output.detach()))
+    with pytest.raises(
+        ValueError, match=r"output_grad is a plain tensor, and the output a DTensor with .*Shard\(dim=2"
+    ):
+        outputs_and_grads(outputs, whole(outputs))
+    with pytest.raises(ValueError, match=r"output_grad is a DTensor, .* plain tensor: give its full_tensor\(\)"):
+        outputs_and_grads(whole(outputs), outputs)
+    assert outputs_and_grads(outputs, outputs) == ((outputs,), (outputs,))
     with pytest.raises(ValueError, match=r"loss is a DTensor with the placements .*Partial.* give its full_tensor\(\)"):
         checked_loss(DTensor.from_local(loss.to_local(), mesh["tp"], [Partial()]))
 
