@@ -409,6 +409,28 @@ class _Reader(FileSystemReader):
         return super().read_data(plan, planner)
 
 
+def _gather(own: Reply, group: Any) -> dict[int, Reply]:
+    """The messages of the processes of a group, also of other pipelines; default: of all."""
+    if not dist.is_initialized():
+        return {0: own}
+    found: list[Reply] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return dict(zip(dist.get_process_group_ranks(group or dist.group.WORLD), found, strict=True))
+
+
+def _check_same(found: Mapping[int, Reply], key: str, says: str) -> None:
+    """Refuse paths of messages that have different values of a key: folders of one name on different hosts, say, or the
+    newest of a folder in which another process does not see it yet."""
+    first = min(found)
+    for process, own in found.items():
+        if own[key] != found[first][key]:
+            raise ValueError(
+                f"path: process {first} has {found[first]['path']!r} and process {process} has {own['path']!r}, "
+                f"{says}; give the same folder in all processes, on a shared file system, or a group of those that "
+                "train one model"
+            )
+
+
 def _place_in(group: Any) -> tuple[int, int]:
     """This process's rank in a group, and the group's size."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
@@ -499,15 +521,16 @@ def save_checkpoint(
         asynchronous: return when the state is copied, and write in the background.
         keep: the number of checkpoints to keep in the parent folder, including this one; older ones are removed when
             this one is complete. Default: all.
-        group: the processes that save together; default: all. Replicas of a pipeline save together.
+        group: the processes that save together; default: all. Replicas of a pipeline save together; pipelines of other
+            models do not.
 
     Returns:
         None; or a future whose ``result()`` returns when the checkpoint is complete, or raises the error.
 
     Raises:
         ValueError: for an optimizer of other parameters, or with state that cannot be saved; on every rank if some
-            ranks give an optimizer and others none; for a path with files other than a checkpoint's; for `keep` below
-            1; for a `group` without all processes of the pipeline.
+            processes give an optimizer and others none, or another path; for a path with files other than a
+            checkpoint's; for `keep` below 1; for a `group` without all processes of the pipeline.
         OSError: if the files cannot be written on this rank.
         StepError: if another rank cannot save, or exits during the save.
         RuntimeError: if the last save in the background failed and its future was not read; if torch's process group
@@ -531,10 +554,14 @@ def save_checkpoint(
         # a copy for the background here, as the others are told if there is no room for it
         state.update(_copied(whole) if asynchronous else whole)
         writers.append(_Writer(real_path(path), step, keep, _place_in(group)[1]))
-        return {"optimizes": optimizes(pipe, optimizers)}
+        return {}
 
-    def write(replies: Sequence[Reply]) -> None:
-        check_all_optimize(replies)
+    def write(_: Sequence[Reply]) -> None:
+        with _lost_named(pipe, group):
+            found = _gather({"path": os.fspath(path), "optimizes": optimizes(pipe, optimizers)}, group)
+        with shared.raised_by_all(ValueError):
+            check_all_optimize(found)
+            _check_same(found, "path", "and all save into one folder")
         write_over = functools.partial(_write, writers[0], state)
         if asynchronous:
             started.append(_in_background(write_over, path, pipe, group, call, shared))
@@ -735,9 +762,9 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
         KeyError: if it lacks a key that is needed here.
-        ValueError: if a file is missing or altered, files of two saves are mixed, or ranks find different checkpoints;
-            if the checkpoint has keys of the model that no rank loads, other shapes, other parameter groups, or two
-            values for a tied weight; if some ranks give an optimizer and others none.
+        ValueError: if a file is missing or altered, files of two saves are mixed, or processes find different
+            checkpoints; if the checkpoint has keys of the model that no rank loads, other shapes, other parameter
+            groups, or two values for a tied weight; if some processes give an optimizer and others none.
         StepError: if another rank cannot load.
     """
     _check_pipe(pipe)
@@ -746,6 +773,7 @@ def load_checkpoint(
     state: dict[str, Any] = {}
     saved: dict[str, Any] = {}
     readers: list[_Reader] = []
+    own: list[Reply] = []
     call = f"load_checkpoint of {_shown(path)}"
     shared = shared_call(pipe, group)
 
@@ -765,12 +793,16 @@ def load_checkpoint(
         state.update(optimizer=template(optimizers, names, _section(saved, "optimizer")))
         generators = _generators(pipe)
         state.update(random={key: value for key, value in generators.items() if f"random.{key}" in saved})
-        save = [manifest.step, manifest.saved] if manifest else None
-        return {"keys": list(_flat_model(state["model"])), "optimizes": optimizes(pipe, optimizers), "save": save}
+        save = (manifest.step, manifest.saved) if manifest else None
+        own.append({"path": str(folder), "save": save, "optimizes": optimizes(pipe, optimizers)})
+        return {"keys": list(_flat_model(state["model"]))}
 
     def read(replies: Sequence[Reply]) -> None:
-        check_all_optimize(replies)
-        _check_same_save(replies, path)
+        with _lost_named(pipe, group):
+            found = _gather(own[0], group)
+        with shared.raised_by_all(ValueError):
+            check_all_optimize(found)
+            _check_same(found, "save", "which are different checkpoints")
         _check_all_taken(_section(saved, "model"), replies, path)
         with _lost_named(pipe, group), shared.collective(CheckpointException):
             load(state, storage_reader=readers[0], process_group=group, no_dist=not dist.is_initialized())
@@ -836,27 +868,13 @@ def optimizes(pipe: Pipeline, optimizers: Optimizers) -> bool | None:
     return bool(optimizers) if trains or optimizers else None
 
 
-def check_all_optimize(replies: Sequence[Reply]) -> None:
-    """Raise ValueError if some ranks give an optimizer and others none."""
-    given = [reply["optimizes"] for reply in replies]
+def check_all_optimize(found: Mapping[int, Reply]) -> None:
+    """Raise ValueError if some processes give an optimizer and others none; of their messages."""
+    given = {found[process]["optimizes"]: process for process in sorted(found, reverse=True)}
     if True in given and False in given:
         raise ValueError(
-            f"optimizer: rank {given.index(True)} gives one and rank {given.index(False)} gives none; give it on every "
-            "rank, or on none"
-        )
-
-
-def _check_same_save(replies: Sequence[Reply], path: str | os.PathLike[str]) -> None:
-    """Refuse folders of one name, on file systems of different hosts for example, that hold different checkpoints."""
-    saves = [reply["save"] for reply in replies]
-    other = next((rank for rank, save in enumerate(saves) if save != saves[0]), None)
-    if other is not None:
-        first, second = (
-            f"that of step {save[0]}" if save else "one without a manifest" for save in (saves[0], saves[other])
-        )
-        raise ValueError(
-            f"path = {os.fspath(path)!r} holds different checkpoints: on rank 0 {first}, on rank {other} {second}; "
-            "give a folder that is the same on every rank, on a shared file system"
+            f"optimizer: process {given[True]} gives one and process {given[False]} gives none; give it on every rank, "
+            "or on none"
         )
 
 

@@ -82,9 +82,9 @@ class GradScaler(torch.amp.GradScaler):
             return {"found": any(map(bool, flags)), "inverse": float(inv_scale)}
 
         replies = self._pipe._steps.all_gather("GradScaler", unscale)
-        inverses = [reply["inverse"] for reply in replies]
-        if not all(math.isclose(inverse, inverses[0]) for inverse in inverses):
-            listed = ", ".join(f"{1 / inverse:g} on rank {rank}" for rank, inverse in enumerate(inverses))
+        inverses = {place: reply["inverse"] for place, reply in replies.by_place.items()}
+        if not all(math.isclose(inverse, inverses["0"]) for inverse in inverses.values()):
+            listed = ", ".join(f"{1 / inverse:g} on rank {place}" for place, inverse in inverses.items())
             raise ValueError(
                 f"the scale is {listed}: construct the GradScaler with the same arguments and call update on every rank"
             )

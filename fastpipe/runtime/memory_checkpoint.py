@@ -133,16 +133,17 @@ class MemoryCheckpoint:
                 )
             if not Path(folder).is_dir():
                 raise ValueError(f"folder = {os.fspath(folder)!r}: there is no such folder; give a tmpfs of every host")
-            return {"optimizes": optimizes(pipe, self._optimizers), "job": f"name={name}" if name else _job()}
+            return {"job": f"name={name}" if name else _job()}
 
         def connect(replies: Replies) -> None:
-            check_all_optimize(replies)
             self._has_replicas = len(replies.everywhere) < self._size
             # a group for each, as another one may send its copies at the same time
             self._purpose = f"MemoryCheckpoint of {replies[0]['job']}"
             if self._size > 1:
                 self._group = side_group(self._purpose, None, pipe._steps.ranks.timeout)
-            found = self._gather({"host": host_name(), "job": replies[0]["job"], "keep": keep})
+            own = {"host": host_name(), "job": replies[0]["job"], "keep": keep}
+            found = self._gather({**own, "optimizes": optimizes(pipe, self._optimizers)})
+            check_all_optimize(dict(enumerate(found)))
             if len(kept := sorted({other["keep"] for other in found})) > 1:
                 raise ValueError(f"keep = {keep}: the ranks have {kept}; give the same number on every rank")
             hosts.extend(other["host"] for other in found)
@@ -219,19 +220,20 @@ class MemoryCheckpoint:
             StepError: if another rank cannot load.
         """
         pipe = self._pipe
-        layouts: list[bytes] = []
+        given: list[Reply] = []
         found: list[Tensor | None] = []
 
         def make() -> Reply:
             self._check_open()
             self._finish()
             optimizer = flat_state(self._optimizers, names_of(pipe))
-            layouts.append(_layout(pipe, {"model": pipe.state_dict(), "optimizer": optimizer}))
+            layout = _layout(pipe, {"model": pipe.state_dict(), "optimizer": optimizer})
             on_disk = None if path is None else Manifest.of(locate(path))
-            return {"disk": on_disk.step if on_disk else -1}
+            given.append({"layout": layout.hex(), "path": str(path), "disk": on_disk.step if on_disk else -1})
+            return {}
 
-        def find(replies: Sequence[Reply]) -> None:
-            found.append(self._find(layouts[0], replies[0]["disk"]))
+        def find(_: Sequence[Reply]) -> None:
+            found.append(self._find(given[0]))
 
         call = f"MemoryCheckpoint.load, path = {path}"
         self._together(call, make, find)
@@ -336,11 +338,14 @@ class MemoryCheckpoint:
         for slots in others:
             slots.publish(generation)
 
-    def _find(self, layout: bytes, disk: int) -> Tensor | None:
+    def _find(self, given: Reply) -> Tensor | None:
         """This rank's file of the newest generation that all ranks have and that is not older than the one on disk."""
         files = list(_complete(self._folder))
         visible = _copies(self._folder, files)
-        tables = self._gather({"layout": layout.hex(), "copies": list(visible)})
+        tables = self._gather({**given, "copies": list(visible)})
+        if len(paths := sorted({table["path"] for table in tables})) > 1:
+            raise ValueError(f"path = {given['path']}: the processes have {paths}; give the same path in all replicas")
+        disk = max(table["disk"] for table in tables)
         copies = [[_Copy(*copy) for copy in table["copies"]] for table in tables]
         chosen, memory = -1, None
         for generation in sorted({copy.generation for own in copies for copy in own}, reverse=True):

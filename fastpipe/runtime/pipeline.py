@@ -40,6 +40,7 @@ from fastpipe.runtime.model import (
     as_inputs,
     assignable,
     check_equal,
+    check_spread_alike,
     find_device,
     first_names,
     named_parameters,
@@ -483,7 +484,8 @@ class Pipeline:
             KeyError: for a missing key; if all stages are local, also for a key that no stage has.
             TypeError: if ``state`` is not a mapping.
             ValueError: for a stage on meta, without ``assign``; with it, for a tensor on another device; for a state
-                with different values for the names of a tied weight.
+                with different values for the names of a tied weight; for a plain tensor where the stage has a DTensor,
+                and the reverse.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state is a {type(state).__name__}: pass the model's state_dict()")
@@ -502,6 +504,8 @@ class Pipeline:
                     f"stage {stage} is on the meta device, into which nothing can be copied: call pipe.to_empty() "
                     "before, or pass assign=True"
                 )
+            for key, value in own.items():
+                check_spread_alike(prefix + key, value, state[prefix + key])
             parts.append((module, prefix, list(own)))
         taken = {prefix + key for _, prefix, keys in parts for key in keys}
         left = [key for key in state if key not in taken]

@@ -101,7 +101,7 @@ def test_whoever_cannot_is_an_error_for_all(tmp_path: Path) -> None:
     rank, folder = dist.get_rank(), tmp_path / "a"
     pipe = pipeline("1f1b", None)
     other = torch.nn.Linear(2, 2)
-    only = "optimizer: rank {} gives one and rank {} gives none; give it on every rank, or on none"
+    only = "optimizer: process {} gives one and process {} gives none; give it on every rank, or on none"
     refuses(lambda: save_checkpoint(folder, pipe, momentum(other if rank else pipe)), "", on=1)
     refuses(lambda: load_checkpoint(folder, pipe), "", kind=FileNotFoundError)
     refuses(lambda: save_checkpoint(f"{folder}{rank}", pipe), "do not make the same call")
@@ -218,10 +218,37 @@ def test_folders_of_one_name_with_different_checkpoints_are_refused(tmp_path: Pa
     for name in ("a", "b"):
         save_checkpoint(tmp_path / name / "saved", pipe)
         pipe.step_count += 1
-    said = "path = 'saved' holds different checkpoints: on rank 0 that of step 0, on rank 1 that of step 1"
+    said = "path: process 0 has '.*a/saved' and process 1 has '.*b/saved', which are different checkpoints"
     with contextlib.chdir(tmp_path / "ab"[dist.get_rank()]):
         refuses(lambda: load_checkpoint("saved", pipe), said)
     load_checkpoint(tmp_path / "a" / "saved", pipe)
+
+
+@on_ranks(4)
+def test_replicas_that_save_or_load_otherwise_are_refused(tmp_path: Path) -> None:
+    """Shards of two checkpoints would be mixed, and a save would be in the folder of process 0 alone."""
+    over = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "pp"))
+    made = [fully_shard(nn.Linear(4, 4), mesh=over["dp_shard"]) for _ in range(2)]
+    pipe, replica = Pipeline(made, "gpipe", 1, mesh=over), over.get_local_rank("dp_shard")
+    for number in range(2):
+        save_checkpoint(tmp_path / f"step{number}", pipe, momentum(pipe))
+        pipe.step_count += 1
+    differ = "path: process 0 has '.*{0}0' and process 2 has '.*{0}1', {1}"
+    one, only = momentum(pipe) if replica else None, "optimizer: process 2 gives one and process 0 gives none"
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        (differ.format("step", "which are"), lambda: load_checkpoint(tmp_path / f"step{replica}", pipe)),
+        (differ.format("new", "and all"), lambda: save_checkpoint(tmp_path / f"new{replica}", pipe, asynchronous=True)),
+        (only, lambda: load_checkpoint(tmp_path / "step0", pipe, one)),
+        (only, lambda: save_checkpoint(tmp_path / "step0", pipe, one)),
+    ]
+    for said, call in calls:
+        refuses(call, said)
+    load_checkpoint(tmp_path / "step0", pipe)
+    save_checkpoint(tmp_path / "step0", pipe)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step0", "step1"]
+    alone = Pipeline([nn.Linear(4, 4) for _ in range(2)], "gpipe", 1, group=over["pp"])
+    save_checkpoint(tmp_path / f"model{replica}", alone, group=over["pp"].get_group())
+    load_checkpoint(tmp_path / f"model{replica}", alone, group=over["pp"].get_group())
 
 
 @pytest.mark.parametrize("keys", [["0_of_2", "1_of_2"]])

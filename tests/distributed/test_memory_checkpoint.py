@@ -1,7 +1,9 @@
 """Copies in memory of several processes: on the own host and on others, fetched by whoever lost its host."""
 
+import contextlib
 import errno
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -237,6 +239,36 @@ def test_an_error_in_one_pipeline_reaches_the_others(tmp_path: Path) -> None:
     assert [error and error[0] for error in one] == ["ValueError", "OSError", "TypeError", None, "ValueError"]
     for found, raised in zip(zero, one, strict=True):
         assert found is raised is None or found[0] == "StepError" and f"pipeline: {raised[0]}" in found[1], found
+
+
+def load_where_replicas_find_others(folder: str, path: str | None) -> tuple[str, str, int | None]:
+    """Runs on two replicas with copies of step 1: the first has a checkpoint of step 2 on a disk of its own."""
+    over = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    pipe = Pipeline([torch.nn.Linear(4, 4)], "gpipe", 1, group=over["pp"], data_parallel=over["dp"], timeout=20)
+    memory = MemoryCheckpoint(pipe, name=str(path), folder=folder)
+    is_first = dist.get_rank() == 0
+    pipe.step_count = 1
+    memory.save()
+    pipe.step_count = 2 if is_first else 0
+    with contextlib.chdir(Path(folder) / "ab"[dist.get_rank()]):
+        save_checkpoint("saved", pipe, group=over["pp"].get_group())
+        return caught(lambda: memory.load("saved" if is_first else path))
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        (None, r"the processes have \['None', 'saved'\]; give the same path in all replicas"),
+        ("saved", "process 0 has '.*/a/saved' and process 1 has '.*/b/saved', which are different checkpoints"),
+    ],
+)
+def test_replicas_that_find_different_checkpoints_are_refused(path: str | None, says: str, tmp_path: Path) -> None:
+    """One would load from disk and wait for the other one, which goes on with its copy in memory."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with ranks(2) as group:
+        for _, text, _ in group.run(load_where_replicas_find_others, str(tmp_path), path):
+            assert re.search(says, text), text
 
 
 def no_room(*_: Any) -> None:

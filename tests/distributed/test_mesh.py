@@ -40,7 +40,7 @@ from fastpipe import (
 from fastpipe.runtime import construction
 from fastpipe.runtime.model import cuts
 from fastpipe.runtime.stage.boundary import to_tensors
-from fastpipe.runtime.stage.losses import checked_loss
+from fastpipe.runtime.stage.losses import checked_loss, outputs_and_grads
 from fastpipe.testing import reference_step
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.runtime.checks import same_bits
@@ -270,6 +270,13 @@ def test_losses_of_logits_that_are_spread_over_ranks(schedule: str, executor: st
     outputs = pipe.eval_step(x, gather_outputs=True).outputs
     assert outputs.placements == (Shard(2),)
     torch.testing.assert_close(whole(outputs), whole(output.detach()))
+    with pytest.raises(
+        ValueError, match=r"output_grad is a plain tensor, and the output a DTensor with .*Shard\(dim=2"
+    ):
+        outputs_and_grads(outputs, whole(outputs))
+    with pytest.raises(ValueError, match=r"output_grad is a DTensor, .* plain tensor: give its full_tensor\(\)"):
+        outputs_and_grads(whole(outputs), outputs)
+    assert outputs_and_grads(outputs, outputs) == ((outputs,), (outputs,))
     with pytest.raises(ValueError, match=r"loss is a DTensor with the placements .*Partial.* give its full_tensor\(\)"):
         checked_loss(DTensor.from_local(loss.to_local(), mesh["tp"], [Partial()]))
 
@@ -712,6 +719,47 @@ def test_pipelines_of_a_mesh_must_be_in_the_same_modes() -> None:
         text = said(lambda: pipe.step(x, target=y))
     assert place in text and "autocast is " in text and "in torch.bfloat16" in text
     assert bool(pipe.step(x, target=y).loss > 0)
+
+
+@on_ranks(2)
+def test_a_state_that_is_spread_otherwise_is_refused() -> None:
+    """torch copies the parameters before the first DTensor, or assigns a plain tensor that the next step cannot use."""
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
+    made, plain = layers(mesh), nn.Sequential(*(Mlp() for _ in range(LAYERS))).state_dict()
+    spread, unspread = (
+        Pipeline(stages, "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh)
+        for stages in (made, [Mlp() for _ in range(LAYERS)])
+    )
+    before = {name: whole(parameter.detach()).clone() for name, parameter in spread.named_parameters()}
+    for assign in (False, True):
+        text = said(lambda: spread.load_state_dict(plain, assign=assign))  # noqa: B023 - called here
+        assert text.startswith("the state has a plain 0.up.weight, and that of the stage is a DTensor: load it by"), (
+            text
+        )
+        text = said(lambda: unspread.load_state_dict(spread.state_dict(), assign=assign))  # noqa: B023 - called here
+        assert text.endswith(
+            "0.up.weight as a DTensor, and that of the stage is a plain tensor: give its full_tensor()"
+        )
+    assert all(same_bits(whole(parameter.detach()), before[name]) for name, parameter in spread.named_parameters())
+    spread.load_state_dict(spread.state_dict())
+
+
+@on_ranks(4)
+def test_pipelines_of_a_mesh_must_be_clipped_and_scaled_alike() -> None:
+    """What is replicated over them would become different."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    pipe, place = (
+        Pipeline(layers(mesh), "1f1b", MICROBATCHES, nn.functional.mse_loss, mesh=mesh),
+        mesh["tp"].get_local_rank(),
+    )
+    x, y = batch(0)
+    pipe.step(x, target=y)
+    text = said(lambda: pipe.clip_grad_norm_(1.0 + place))
+    assert "give the same on every rank, not rank 0: (" in text and f"; rank 1 at tp={1 - place}: (" in text, text
+    scaler = GradScaler(pipe, init_scale=2.0 + place)
+    pipe.step(x, target=y)
+    text = said(lambda: scaler.unscale_(torch.optim.SGD(pipe.parameters())))
+    assert "the scale is " in text and f" on rank 1 at tp={1 - place}: construct the GradScaler" in text, text
 
 
 @on_ranks(4)

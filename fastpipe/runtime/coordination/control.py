@@ -42,6 +42,12 @@ class Replies(list[Reply]):
         """Those of all pipelines of the mesh, this one first."""
         return [*self, *self.elsewhere]
 
+    @property
+    def by_place(self) -> dict[str, Reply]:
+        """Those of all pipelines of the mesh, by rank, with the place of its pipeline if that is another one."""
+        own = {str(rank): reply for rank, reply in enumerate(self)}
+        return own | {f"{i % len(self)} at {reply['pipeline']}": reply for i, reply in enumerate(self.elsewhere)}
+
 
 class Control:
     """The exchange between the processes of a pipeline; with a single process there is nothing to exchange.

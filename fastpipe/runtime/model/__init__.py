@@ -53,6 +53,7 @@ from fastpipe.runtime.model.modules import (
     build_modules,
     check_device,
     check_memory,
+    check_spread_alike,
     find_device,
     find_ties,
     flags_of,

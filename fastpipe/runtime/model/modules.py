@@ -754,6 +754,19 @@ def assignable(state: Mapping[str, Any], ties: Sequence[Tie], device: torch.devi
     return found
 
 
+def check_spread_alike(name: str, own: Any, given: Any) -> None:
+    """Refuse to load a plain tensor into a DTensor, which torch cannot copy and assigns as it is, and the reverse."""
+    if is_dtensor(own) and not is_dtensor(given):
+        raise ValueError(
+            f"the state has a plain {name}, and that of the stage is a DTensor: load it by fastpipe.load_checkpoint or "
+            "fastpipe.load_safetensors, which spread whole tensors, or give a DTensor with the same placements"
+        )
+    if is_dtensor(given) and not is_dtensor(own):
+        raise ValueError(
+            f"the state has {name} as a DTensor, and that of the stage is a plain tensor: give its full_tensor()"
+        )
+
+
 def _mark(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")

@@ -30,7 +30,7 @@ def outputs_and_grads(output: Any, given: Any) -> tuple[Tensors, Tensors]:
     Gradients in a dict belong to the outputs of the same names, in whatever order; others are in the outputs' order.
 
     Raises:
-        ValueError: unless there is one gradient of the same shape for each tensor.
+        ValueError: unless there is one gradient of the same shape for each tensor, a DTensor if that is one.
     """
     outputs = tensors_in(output, "the last stage's output")
     grads = tensors_in(_in_order_of(output, given) if _has_names(given) else given, "output_grad")
@@ -40,6 +40,14 @@ def outputs_and_grads(output: Any, given: Any) -> tuple[Tensors, Tensors]:
             f"output_grad has the shapes {shapes[0]} for a microbatch whose outputs have {shapes[1]}: give one "
             "gradient of the same shape for each output"
         )
+    for made, grad in zip(outputs, grads, strict=True):
+        if is_dtensor(made) and not is_dtensor(grad):
+            raise ValueError(
+                "output_grad is a plain tensor, and the output a DTensor with the placements "
+                f"{made.placements}: give one, as distribute_tensor makes it"  # type: ignore[attr-defined]
+            )
+        if is_dtensor(grad) and not is_dtensor(made):
+            raise ValueError("output_grad is a DTensor, and the output a plain tensor: give its full_tensor()")
     return outputs, grads
 
 

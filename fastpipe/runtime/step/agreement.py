@@ -112,10 +112,8 @@ def check_replies(request: Request, replies: Replies, here: str) -> None:
         _check_pipeline(request, own)
     _check_autocast(pipelines, here)
     batches: dict[str, dict[str, Any]] = {}
-    for pipeline, own in pipelines.items():
-        place = f" at {pipeline}" if pipeline != here else ""
-        found = {f"{rank}{place}": reply.get("batch", {}) for rank, reply in enumerate(own)}
-        batches.setdefault(sharing_batch(pipeline), {}).update(found)
+    for place, reply in replies.by_place.items():
+        batches.setdefault(sharing_batch(reply.get("pipeline", here)), {})[place] = reply.get("batch", {})
     for same in batches.values():
         check_batches(same)
     _check_peers(replies, here)

@@ -261,17 +261,17 @@ def _reduced(norms: torch.Tensor, order: float, group: Any, deadline: float) -> 
     return powers if is_largest else powers ** (1 / order)
 
 
-def same_arguments(replies: Sequence[Reply]) -> tuple[float, float, bool]:
-    """The arguments of the call, equal on every rank.
+def same_arguments(replies: Replies) -> tuple[float, float, bool]:
+    """The arguments of the call, equal on every rank of all pipelines of a mesh.
 
     Raises:
         ValueError: if they differ.
     """
-    given = [tuple(reply["arguments"]) for reply in replies]
-    if len(set(given)) > 1:
-        listed = "; ".join(f"rank {rank}: {arguments}" for rank, arguments in enumerate(given))
+    given = {place: tuple(reply["arguments"]) for place, reply in replies.by_place.items()}
+    if len(set(given.values())) > 1:
+        listed = "; ".join(f"rank {place}: {arguments}" for place, arguments in given.items())
         raise ValueError(f"max_norm, norm_type, error_if_nonfinite: give the same on every rank, not {listed}")
-    limit, order, is_error = given[0]
+    limit, order, is_error = given["0"]
     return limit, order, is_error
 
 
@@ -324,8 +324,8 @@ def clip_grad_norm(
         return order, {"arguments": [limit, order, bool(error_if_nonfinite)]}
 
     values, replies = gathering.gather(steps.all_gather, "clip_grad_norm_", local, arguments, steps.ranks.timeout)
-    check_elsewhere(gathering, values, replies)
     limit, order, is_error = same_arguments(replies)
+    check_elsewhere(gathering, values, replies)
     norms, total = gathering.norms, gathering.total(values, order, steps.device)
     # a scaler tries large scales and skips steps that overflow
     report_nonfinite(total, norms, values, local, is_error=is_error, expected=steps.loss_scale is not None)

@@ -192,13 +192,19 @@ class SharedCall:
 
     @contextlib.contextmanager
     def collective(self, *everywhere: type[BaseException]) -> Iterator[None]:
-        """Context of the collectives; they have ended, too, if all processes raise an exception of a given type."""
+        """Context of the last collectives; see `raised_by_all`."""
+        with self.raised_by_all(*everywhere):
+            yield
+        self._has_ended = True
+
+    @contextlib.contextmanager
+    def raised_by_all(self, *everywhere: type[BaseException]) -> Iterator[None]:
+        """Context in which all processes raise an exception of a given type, or none; the collectives end with it."""
         try:
             yield
         except everywhere:
             self._has_ended = True
             raise
-        self._has_ended = True
 
     def _cause_of(self, error: BaseException) -> tuple[int | None, str]:
         """The process that failed, None if unknown, and the cause."""
