@@ -77,7 +77,7 @@ from fastpipe.runtime.common import (
 from fastpipe.runtime.coordination import Control, Reply
 from fastpipe.runtime.model import with_all_names
 from fastpipe.runtime.pipeline import Pipeline
-from fastpipe.runtime.transport import SharedCall, drop_side_group, side_group
+from fastpipe.runtime.transport import SharedCall, drop_side_group, gather_messages, side_group
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Names = Mapping[int, str]
@@ -409,12 +409,12 @@ class _Reader(FileSystemReader):
         return super().read_data(plan, planner)
 
 
-def _gather(own: Reply, group: Any) -> dict[int, Reply]:
+def _gather(own: Reply, pipe: Pipeline, group: Any) -> dict[int, Reply]:
     """The messages of the processes of a group, also of other pipelines; default: of all."""
     if not dist.is_initialized():
         return {0: own}
-    found: list[Reply] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
+    # NCCL sends no tensors of a CPU
+    found = gather_messages(own, group, pipe.device if dist.get_backend(group) == "nccl" else torch.device("cpu"))
     return dict(zip(dist.get_process_group_ranks(group or dist.group.WORLD), found, strict=True))
 
 
@@ -558,7 +558,7 @@ def save_checkpoint(
 
     def write(_: Sequence[Reply]) -> None:
         with _lost_named(pipe, group):
-            found = _gather({"path": os.fspath(path), "optimizes": optimizes(pipe, optimizers)}, group)
+            found = _gather({"path": os.fspath(path), "optimizes": optimizes(pipe, optimizers)}, pipe, group)
         with shared.raised_by_all(ValueError):
             check_all_optimize(found)
             _check_same(found, "path", "and all save into one folder")
@@ -799,7 +799,7 @@ def load_checkpoint(
 
     def read(replies: Sequence[Reply]) -> None:
         with _lost_named(pipe, group):
-            found = _gather(own[0], group)
+            found = _gather(own[0], pipe, group)
         with shared.raised_by_all(ValueError):
             check_all_optimize(found)
             _check_same(found, "save", "which are different checkpoints")

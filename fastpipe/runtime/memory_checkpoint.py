@@ -62,7 +62,7 @@ from fastpipe.runtime.checkpoint import (
 from fastpipe.runtime.common import attended, bit_sum, call_in_thread, dense_all, local_part, packing, torch_private
 from fastpipe.runtime.coordination import Replies, Reply, host_name, job_name, shares_store
 from fastpipe.runtime.pipeline import Pipeline
-from fastpipe.runtime.transport import drop_side_group, side_group
+from fastpipe.runtime.transport import drop_side_group, gather_messages, side_group
 
 _MAGIC = b"fastpip4"
 _HEADER = struct.Struct("<8sqq20s")  # magic, sum of the block, step count, layout
@@ -417,16 +417,8 @@ class MemoryCheckpoint:
         return {**state, **{section: {**targets[section], **state[section]} for section in targets}}
 
     def _gather(self, message: Reply) -> list[Reply]:
-        """Messages of all processes, over Gloo; not as pickles."""
-        if self._group is None:
-            return [message]
-        text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-        dist.all_gather(sizes, torch.tensor([len(text)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._size)]
-        dist.all_gather(texts, nn.functional.pad(text, (0, longest - len(text))), group=self._group)
-        return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+        """Messages of all processes."""
+        return [message] if self._group is None else gather_messages(message, self._group)
 
 
 class _Image:

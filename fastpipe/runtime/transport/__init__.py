@@ -12,6 +12,7 @@ from fastpipe.runtime.transport.groups import (
     MeshGroups,
     SharedCall,
     drop_side_group,
+    gather_messages,
     leave_groups,
     membership,
     ranks_per_host,

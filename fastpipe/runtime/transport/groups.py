@@ -49,6 +49,7 @@ from fastpipe.runtime.common import (
 from fastpipe.runtime.coordination import (
     Identity,
     RanksPerHost,
+    Reply,
     check_job,
     has_exited,
     identify,
@@ -216,6 +217,23 @@ class SharedCall:
         if self._maps_ranks:
             return ranks[error.rank], error.cause or str(error)
         return ranks[self._member.rank], str(error)
+
+
+def gather_messages(message: Reply, group: Any, device: torch.device = CPU) -> list[Reply]:
+    """The messages of all processes of a group, in the order of its ranks; as JSON, so nothing is unpickled.
+
+    Args:
+        device: of tensors that the group sends.
+    """
+    size = dist.get_world_size(group)
+    text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.nn.functional.pad(text, (0, longest - len(text))).to(device)
+    texts = [torch.zeros_like(padded) for _ in range(size)]
+    dist.all_gather(texts, padded, group=group)
+    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
 
 def ranks_per_host(timeout: float = 600.0) -> RanksPerHost:
