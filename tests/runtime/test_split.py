@@ -523,6 +523,25 @@ def test_arguments_that_all_blocks_get(schedule: str, num_ranks: int, executor: 
             assert parity.ok, parity
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_blocks_are_recomputed(schedule: str, executor: str) -> None:
+    """Each once for every microbatch, with the arguments that all get."""
+    model, unsplit = Llama(), Llama()
+    ids, target = batch()
+    calls: list[str] = []
+    for layer in model.layers:
+        layer.mix.register_forward_hook(lambda *_: calls.append(""))
+    pipe = fastpipe.Pipeline(
+        fastpipe.split(model, ids[:2]), schedule, 4, loss_fn, num_ranks=2, executor=executor, recompute="layers"
+    )
+    calls.clear()
+    pipe.step(ids, target=target)
+    assert len(calls) == 2 * 4 * 6
+    model.zero_grad()
+    parity = fastpipe.check_parity(pipe, unsplit, (ids, target))
+    assert parity.ok, parity
+
+
 def test_an_argument_that_all_blocks_get_may_be_trained(executor: str) -> None:
     """Its gradient has parts of all stages; with a block in each the sum has autograd's order."""
     model, unsplit = Llama(has_bias=True), Llama(has_bias=True)

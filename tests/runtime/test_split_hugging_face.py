@@ -112,18 +112,23 @@ def test_positions_of_ones_own() -> None:
     assert not torch.allclose(found, model(ids, attention_mask=mask).logits)
 
 
+@pytest.mark.parametrize("recompute", ["none", "layers"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_gradient_checkpointing(kind: str, executor: str) -> None:
-    """With dropout, whose masks must be the recompute's, too; once a block, also where I and W are split."""
+def test_gradient_checkpointing(kind: str, recompute: str, executor: str) -> None:
+    """The model's own, and fastpipe's. With dropout, whose masks must be the recompute's, too; once a block, also where
+    I and W are split."""
     model = decoder(kind, dropout=0.2)
     unsplit = copy.deepcopy(model)
-    model.gradient_checkpointing_enable()
+    if recompute == "none":
+        model.gradient_checkpointing_enable()
     calls: list[int] = []
     for block in model.model.layers if kind == "llama" else model.transformer.h:
         block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     layers = fastpipe.split(model)
     options = {"rng": "per_microbatch", "loss_reduction": layers.num_tokens}
-    pipe = fastpipe.Pipeline(layers, "zbv", 4, layers.loss_fn, num_ranks=2, executor=executor, **options)
+    pipe = fastpipe.Pipeline(
+        layers, "zbv", 4, layers.loss_fn, num_ranks=2, executor=executor, recompute=recompute, **options
+    )
     ids, mask, labels = padded_batch(8)
     result = pipe.step(ids, attention_mask=mask, target=labels)
     assert len(calls) == 2 * 4 * (LAYERS - 2)

@@ -252,6 +252,10 @@ class WholeNames(nn.Module):
         """The accepted keyword arguments; None for any."""
         return _named_in(self)
 
+    def recomputes(self, way: str) -> bool:
+        """Set what is recomputed in the backward; whether this module does it itself. See `with_recompute`."""
+        return False
+
     def compute_buffers(self, empty: Collection[int]) -> None:
         """Compute buffers that no checkpoint has, where the model says how.
 
@@ -265,9 +269,6 @@ class Chain(WholeNames):
 
     A layer that returns a tuple or a list gives the next one several arguments. A keyword argument goes to every layer
     whose ``forward`` names it; a carried value to every later one.
-
-    Attributes:
-        recompute: what is recomputed in the backward; see `fastpipe.runtime.model.chain`.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module] | Mapping[str, nn.Module]) -> None:
@@ -275,11 +276,16 @@ class Chain(WholeNames):
         for name, layer in layers.items():
             self.add_module(str(name), layer)
         self._names = [accepted_names(layer) for layer in layers.values()]
-        self.recompute = NONE
+        self._recompute = NONE
+
+    def recomputes(self, way: str) -> bool:
+        """Also within a wrapper, which must not run twice."""
+        self._recompute = way
+        return True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layers."""
-        return self._run(*args, **kwargs) if self.recompute != FULL else recomputed(self._run, self, args, kwargs)
+        return self._run(*args, **kwargs) if self._recompute != FULL else recomputed(self._run, self, args, kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         value: Any = args
@@ -289,7 +295,9 @@ class Chain(WholeNames):
         for layer, names in zip(layers, self._names, strict=True):
             inputs, named = as_arguments(value), selected(kwargs, names) if kwargs else {}
             try:
-                value = layer(*inputs, **named) if self.recompute != LAYERS else recomputed(layer, layer, inputs, named)
+                value = (
+                    layer(*inputs, **named) if self._recompute != LAYERS else recomputed(layer, layer, inputs, named)
+                )
             except TypeError as error:
                 _note_inputs(error, layer, len(inputs), named)
                 raise
@@ -481,22 +489,19 @@ def with_recompute(
     Raises:
         ValueError: if the module cannot be recomputed from outside.
     """
-    if isinstance(inner, Chain):
-        inner.recompute = way
+    if isinstance(inner, WholeNames) and inner.recomputes(way):
         return module
     if way == NONE:
         return module
     if way == LAYERS:
         raise ValueError(
             f"recompute = 'layers': stage {stage} is one module, a {type(inner).__name__}, without a list of layers; "
-            "use 'full', give the model's layers as a list, or use torch.utils.checkpoint within it "
-            "(models of Hugging Face: model.gradient_checkpointing_enable() before the split)"
+            "use 'full', give the model's layers as a list, or use torch.utils.checkpoint within it"
         )
     if wrapper is not None:
         raise ValueError(
             f"recompute = {way!r}: stage {stage} is {wrapper}, and a wrapper must not run twice; give "
-            "the model's layers as a list, or use torch.utils.checkpoint within it (models of Hugging Face: "
-            "model.gradient_checkpointing_enable() before the split)"
+            "the model's layers as a list, use 'layers' if it is of fastpipe.split, or torch.utils.checkpoint within it"
         )
     return lambda *args, **kwargs: recomputed(module, module, args, kwargs)
 

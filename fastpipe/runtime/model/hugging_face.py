@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common import children_of, cuda_devices, first_line, parameters_of, torch_private
-from fastpipe.runtime.model.chain import Layers, WholeNames, check_forward, shallow
+from fastpipe.runtime.model.chain import FULL, LAYERS, Layers, WholeNames, check_forward, recomputed, shallow
 
 _KINDS = """
     apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3_text
@@ -291,6 +291,11 @@ class HuggingFaceStage(WholeNames):
         """The accepted keyword arguments."""
         return self._names | {self._main} if self._takes_main else self._names
 
+    def recomputes(self, way: str) -> bool:
+        """Recompute each block by itself."""
+        self._parts[2].recomputes = way == LAYERS
+        return way != FULL
+
     def as_model(self) -> Any:
         """The model with the modules of this stage only, for functions of transformers."""
         model = shallow(self._parts[0])
@@ -482,10 +487,12 @@ class Flow:
         hidden: input of the next block. Before the model's forward it is the previous stage's output, None in the first
             stage; afterwards this stage's output.
         entered: whether the model's forward has reached the blocks.
+        recomputes: whether each block is recomputed in the backward.
     """
 
     hidden: torch.Tensor | None = None
     entered: bool = False
+    recomputes: bool = False
 
     def begin(self, hidden: torch.Tensor | None) -> None:
         """Prepare for the model's forward."""
@@ -544,7 +551,8 @@ class Blocks(nn.ModuleList):
         block = children_of(self).get(str(number))
         found = (flow.hidden, *[None] * (self._length - 1)) if self._length else flow.hidden
         if block is not None:
-            found = block(flow.hidden, *args, **kwargs)
+            inputs = flow.hidden, *args
+            found = recomputed(block, block, inputs, kwargs) if flow.recomputes else block(*inputs, **kwargs)
             flow.hidden = found[0] if self._length else found
         return found
 

@@ -21,6 +21,8 @@ from torch import fx, nn
 
 from fastpipe.runtime.common import children_of, cuda_devices, first_line, on_meta, pytree, torch_private, version_of
 from fastpipe.runtime.model.chain import (
+    FULL,
+    LAYERS,
     Layers,
     WholeNames,
     accepted_names,
@@ -28,6 +30,7 @@ from fastpipe.runtime.model.chain import (
     as_layers,
     check_forward,
     check_whole_unhooked,
+    recomputed,
     selected,
     shallow,
 )
@@ -624,10 +627,16 @@ class RowStage(WholeNames):
         for _, further in (*self._own, *self._before):
             self._share_buffers(model, further)
         self._names = accepted_names(model) if begins else frozenset()
+        self._recomputes = False
 
     def accepts(self) -> frozenset[str] | None:
         """The accepted keyword arguments: the model's, before the row."""
         return self._names
+
+    def recomputes(self, way: str) -> bool:
+        """Recompute each module of the row by itself."""
+        self._recomputes = way == LAYERS
+        return way != FULL
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layers on the output of the previous layer."""
@@ -638,8 +647,9 @@ class RowStage(WholeNames):
         for module, further in self._own:
             others, named = self._present(further, shared)
             # another stage may have moved the model's buffer
-            others = tuple(_on_device_of(value, other) for other in others)
-            value = module(value, *others, **{name: _on_device_of(value, other) for name, other in named.items()})
+            inputs = value, *(_on_device_of(value, other) for other in others)
+            named = {name: _on_device_of(value, other) for name, other in named.items()}
+            value = recomputed(module, module, inputs, named) if self._recomputes else module(*inputs, **named)
             if further.after is not None:
                 value = further.after(value)
         return (value, *(shared[key] for key in self._leaving)) if self._leaving else value
