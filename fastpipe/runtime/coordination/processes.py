@@ -185,10 +185,10 @@ class Processes(Control):
 
     def _note(self, failure: Failure) -> None:
         """End this process's waits for the others in this step."""
-        if failure.is_suspected:
-            self._gather.suspected = self._gather.suspected or failure
-        elif failure.is_fatal:
+        if _ends_waits(failure):
             self._lost = self._lost or failure
+        elif failure.is_suspected:
+            self._gather.suspected = self._gather.suspected or failure
 
     def end(self) -> None:
         """End a step; all processes have read what the step before it wrote."""
@@ -464,10 +464,20 @@ class Watcher:
 def write_failure(store: Any, failure: Failure, step: int) -> Failure:
     """Write the first failure of a step; returns the one that is stored.
 
+    A lost rank replaces an exception or a suspicion, after which the others wait for that rank at the end of the step.
+
     Raises:
         RuntimeError: if the store is gone.
     """
-    return Failure(**json.loads(store.compare_set(_key(step), "", json.dumps(asdict(failure)))))
+    text = json.dumps(asdict(failure))
+    stored = store.compare_set(_key(step), "", text)
+    if _ends_waits(failure) and not _ends_waits(Failure(**json.loads(stored))):
+        stored = store.compare_set(_key(step), stored.decode(), text)
+    return Failure(**json.loads(stored))
+
+
+def _ends_waits(failure: Failure) -> bool:
+    return failure.is_fatal and not failure.is_suspected
 
 
 def read_failure(store: Any, step: int) -> Failure | None:
