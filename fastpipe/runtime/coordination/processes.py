@@ -31,6 +31,7 @@ from fastpipe.runtime.common import (
     STORE_SECONDS,
     CircuitBreaker,
     Failure,
+    FailureError,
     call_in_thread,
     cloned,
     end_child,
@@ -206,7 +207,12 @@ class Processes(Control):
         failures = {key: Failure(**message[key]) for key in ("failure", "first") if key in message}
         message = message | {key: asdict(self._here(failure)) for key, failure in failures.items()}
         written = len(self._store_gather.written)
-        replies = self._gather.exchange(self.step, phase, message)
+        try:
+            replies = self._gather.exchange(self.step, phase, message)
+        except FailureError as error:
+            if self.step and self.lost() is None and error.failure.rank is not None:
+                self.publish(error.failure)  # a rank that comes after that would wait for this one, and blame it
+            raise
         if written:  # who has sent this message has read the earlier ones
             self._breaker.call(lambda: self._store_gather.forget(written), None)
         return replies
@@ -322,8 +328,8 @@ class Watcher:
         with self._lock:
             self.step = step
             self._on_failure = on_failure
-        # a process that has closed the pipeline is dead to the steps that follow
-        if self.polls or self.dead or self.local_peers.closed:
+        # a process that has closed the pipeline is dead to the steps that follow; others may have given up this step
+        if self.polls or self.dead or self.local_peers.closed or self.local_peers.failed == step:
             self.local_peers.wake_own()
 
     def end(self) -> None:
@@ -349,7 +355,7 @@ class Watcher:
         first = write_failure(self.store, failure, self.step)
         if first == failure:
             self.published.append(self.step)
-        self.local_peers.wake()
+        self.local_peers.wake(self.step)
         return first
 
     def store_gone(self, error: RuntimeError) -> Failure:
