@@ -228,7 +228,7 @@ def test_who_parts_is_heard_whatever_is_rung_before_and_by_whom() -> None:
     try:
         assert other.connect(1, [one.identity(), other.identity()]) == [0]
         for _ in range(100):
-            other.wake()
+            other.wake(1)
         one.drain()
         other._send((one.wakeup.getsockname(), "guessed"), "3 4")
         other.report_close(1, 12)

@@ -252,11 +252,16 @@ def test_who_never_begins_keeps_nobody_waiting(executor: str) -> None:
     ],
 )
 def test_silent(executor: str, victim: int, at_call: int, host: str, tmp_path: Path) -> None:
-    """A stopped process is alive and says nothing: after the timeout the others give up."""
+    """A stopped process is alive and says nothing: after the timeout the others give up; it knows of that when it goes
+    on, if the store answered them."""
     if executor == "native" or host == "first":  # without shared memory only the store tells who is silent
         skip_without_native()
     with ranks(SIZE, host=host) as group:
         lose(group, victim, at_call, tmp_path / "note", number=signal.SIGSTOP, executor=executor, timeout=10.0)
+        if host == "parent":
+            while not group._pipes[victim].poll(0.1):  # each of its layers stops it
+                group.signal(victim, signal.SIGCONT)
+            check(group.results([victim]), victim)
 
 
 def train_unwatched(victim: int, note: str) -> dict[str, Any]:

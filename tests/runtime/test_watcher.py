@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fastpipe.runtime.common.failure import DIED, Failure, FailureError
 from fastpipe.runtime.coordination.host import RanksPerHost
 from fastpipe.runtime.coordination.peers import LEFT, Lifeline, LocalPeers
-from fastpipe.runtime.coordination.processes import Processes, Watcher
+from fastpipe.runtime.coordination.processes import Processes, Watcher, read_failure, write_failure
 from tests.patience import PATIENCE
 
 
@@ -99,6 +99,24 @@ def test_every_loss_is_told_though_one_cannot_be_dealt_with(caplog: pytest.LogCa
     watcher._on_failure = fail
     watcher.report(dead(1), 1)
     assert told == [1, 3, 1]
+
+
+SUSPICION = Failure(1, "rank 1 is dead or silent", is_fatal=True, is_suspected=True)
+EXCEPTION = Failure(2, "ValueError: on purpose")
+
+
+@pytest.mark.parametrize("first", [SUSPICION, EXCEPTION], ids=["suspicion", "exception"])
+def test_a_lost_rank_replaces_what_ends_no_wait(watcher: Watcher, first: Failure) -> None:
+    """On another host than rank 0's it is known by the store alone, where an earlier failure may stand already."""
+    for failure, stored in [
+        (first, first),
+        (EXCEPTION, first),
+        (SUSPICION, first),
+        (dead(1), dead(1)),
+        (first, dead(1)),
+        (dead(2), dead(1)),
+    ]:
+        assert write_failure(watcher.store, failure, 7) == stored == read_failure(watcher.store, 7)
 
 
 def test_who_is_elsewhere_is_named_with_its_pipeline() -> None:

@@ -87,12 +87,14 @@ class LocalPeers:
         gone: processes that exited before they could be watched.
         wakeup: a socket that becomes readable when another process sends to it.
         closed: processes that have closed the pipeline, with their last step.
+        failed: the last step in which another process has published a failure.
     """
 
     def __init__(self) -> None:
         self.processes: dict[int, int] = {}
         self.gone: set[int] = set()
         self.closed: dict[int, int] = {}
+        self.failed = 0
         self.wakeup = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.wakeup.bind("")  # an abstract address, chosen by the kernel
         self.wakeup.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
@@ -133,10 +135,10 @@ class LocalPeers:
                 self._others[number] = other
         return list(self._others)
 
-    def wake(self) -> None:
-        """Wake the others."""
+    def wake(self, step: int) -> None:
+        """Wake the others, for a failure that this process has published in a step."""
         for other in self._others.values():
-            self._send(other, "", socket.MSG_DONTWAIT)
+            self._send(other, str(step), socket.MSG_DONTWAIT)
 
     def wake_own(self) -> None:
         """Wake this process's own watcher."""
@@ -153,8 +155,11 @@ class LocalPeers:
             while True:
                 secret, _, word = self.wakeup.recv(256, socket.MSG_DONTWAIT).partition(b":")
                 if word and hmac.compare_digest(secret, self._secret.encode()):
-                    number, last_step = map(int, word.split())
-                    self.closed[number] = last_step
+                    *number, step = map(int, word.split())
+                    if number:
+                        self.closed[number[0]] = step
+                    else:
+                        self.failed = step
 
     def close(self) -> None:
         """Close all descriptors; called once."""

@@ -31,6 +31,7 @@ from fastpipe.runtime.common import (
     STORE_SECONDS,
     CircuitBreaker,
     Failure,
+    FailureError,
     call_in_thread,
     cloned,
     end_child,
@@ -185,10 +186,10 @@ class Processes(Control):
 
     def _note(self, failure: Failure) -> None:
         """End this process's waits for the others in this step."""
-        if failure.is_suspected:
-            self._gather.suspected = self._gather.suspected or failure
-        elif failure.is_fatal:
+        if _ends_waits(failure):
             self._lost = self._lost or failure
+        elif failure.is_suspected:
+            self._gather.suspected = self._gather.suspected or failure
 
     def end(self) -> None:
         """End a step; all processes have read what the step before it wrote."""
@@ -206,7 +207,12 @@ class Processes(Control):
         failures = {key: Failure(**message[key]) for key in ("failure", "first") if key in message}
         message = message | {key: asdict(self._here(failure)) for key, failure in failures.items()}
         written = len(self._store_gather.written)
-        replies = self._gather.exchange(self.step, phase, message)
+        try:
+            replies = self._gather.exchange(self.step, phase, message)
+        except FailureError as error:
+            if self.step and self.lost() is None and error.failure.rank is not None:
+                self.publish(error.failure)  # a rank that comes after that would wait for this one, and blame it
+            raise
         if written:  # who has sent this message has read the earlier ones
             self._breaker.call(lambda: self._store_gather.forget(written), None)
         return replies
@@ -322,8 +328,8 @@ class Watcher:
         with self._lock:
             self.step = step
             self._on_failure = on_failure
-        # a process that has closed the pipeline is dead to the steps that follow
-        if self.polls or self.dead or self.local_peers.closed:
+        # a process that has closed the pipeline is dead to the steps that follow; others may have given up this step
+        if self.polls or self.dead or self.local_peers.closed or self.local_peers.failed == step:
             self.local_peers.wake_own()
 
     def end(self) -> None:
@@ -349,7 +355,7 @@ class Watcher:
         first = write_failure(self.store, failure, self.step)
         if first == failure:
             self.published.append(self.step)
-        self.local_peers.wake()
+        self.local_peers.wake(self.step)
         return first
 
     def store_gone(self, error: RuntimeError) -> Failure:
@@ -464,10 +470,20 @@ class Watcher:
 def write_failure(store: Any, failure: Failure, step: int) -> Failure:
     """Write the first failure of a step; returns the one that is stored.
 
+    A lost rank replaces an exception or a suspicion, after which the others wait for that rank at the end of the step.
+
     Raises:
         RuntimeError: if the store is gone.
     """
-    return Failure(**json.loads(store.compare_set(_key(step), "", json.dumps(asdict(failure)))))
+    text = json.dumps(asdict(failure))
+    stored = store.compare_set(_key(step), "", text)
+    if _ends_waits(failure) and not _ends_waits(Failure(**json.loads(stored))):
+        stored = store.compare_set(_key(step), stored.decode(), text)
+    return Failure(**json.loads(stored))
+
+
+def _ends_waits(failure: Failure) -> bool:
+    return failure.is_fatal and not failure.is_suspected
 
 
 def read_failure(store: Any, step: int) -> Failure | None:

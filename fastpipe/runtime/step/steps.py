@@ -543,8 +543,8 @@ class Steps:
             failures = [self.ranks.reported]
         if not failures:
             return
-        # of fatal failures, prefer one with a rank to one of missing messages
-        fatal = sorted((failure for failure in failures if failure.is_fatal), key=lambda failure: failure.rank is None)
+        # of fatal failures, prefer one with a rank to one of missing messages, whose rank is only suspected
+        fatal = sorted((f for f in failures if f.is_fatal), key=lambda f: (f.rank is None, f.is_suspected))
         if fatal:
             self.abort(fatal[0], outcome.error)
         self._release()
