@@ -86,7 +86,7 @@ def layer_costs(
     if on_meta(listed):
         why = "a layer reads values (the logger has its error)" if by == "flops" else "it is measured in a run"
         raise ValueError(
-            f"costs by {by!r}: layers are on the meta device, and {why}; use 'parameters', or the number of "
+            f"by or partition = {by!r}: layers are on the meta device, and {why}; use 'parameters', or the number of "
             "layers of every stage"
         )
     with torch.random.fork_rng(devices=cuda_devices(listed)):
