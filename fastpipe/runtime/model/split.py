@@ -2,15 +2,16 @@
 
 The layers in sequence return the model's output; otherwise an error states the reason. Those of a model of Hugging Face
 are in `hugging_face.py`. Of another model with a list of blocks they are what precedes the blocks, every block, and
-every later module. A run on an example finds the blocks and the later modules, and checks that each feeds the next,
-through functions at most, which a second run traces.
+every later module. A run on an example finds the blocks and the later modules; a second one traces the functions
+between them. Further runs compare the layers with the model on what a later step may have: another mode, autocast,
+sizes and arguments.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
+import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from fastpipe.runtime.common import children_of, cuda_devices, first_line, on_meta, pytree, torch_private, version_of
 from fastpipe.runtime.model.chain import (
@@ -90,9 +92,11 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
               example: the part of its forward before the first block, every block, and every later module. Each block
               and later module must take the output of the one before it, or a function of it alone that `torch.fx` can
               trace, such as ``x.mean(1)``, and further only what the first block gets, too, buffers of the model, and
-              constants. Running the example checks this, and compares the layers with the model.
+              constants. Running the example, some twenty times, checks this, and compares the layers with the model:
+              in training and evaluation, under autocast, and with other sizes and numbers.
         example: one microbatch, as the model takes it; required for the last kind.
-        kwargs: keyword arguments of the example; for the last kind only the part before the blocks may use them.
+        kwargs: keyword arguments of the example. Of the last kind a step must have the same ones, with the same
+            values where these are no tensors and the comparison finds that layers would not follow them.
 
     Returns:
         A sequence of modules, which also has the names of the unsplit model.
@@ -159,57 +163,148 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             found[i] = _run_restored(model, partial(row_of_modules, model, blocks, example, kwargs))
         except ValueError as error:
             refusals[i] = error
-    for i, (row, expected) in sorted(found.items(), key=lambda item: -len(item[1][0])):
+    for i, row in sorted(found.items(), key=lambda item: -len(item[1])):
         try:
-            return _layers_of(model, row, expected, example, kwargs)
+            return _layers_of(model, row, example, kwargs)
         except ValueError as error:
             refusals[i] = error
     raise refusals[min(refusals)]  # that of the most likely candidate says most
 
 
 def _layers_of(
-    model: nn.Module, row: Mapping[str, Further], expected: Any, example: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, row: Mapping[str, Further], example: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Layers:
     for path in _holders_of(row):
         check_whole_unhooked(model.get_submodule(path))
-    make = partial(RowStage, model, row)
-    layers = Layers((make([layer]) for layer in range(len(row) + 1)), make=make)
+
+    def made(fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> Layers:
+        make = partial(RowStage, model, row, fixed, constants)
+        return Layers((make([layer]) for layer in range(len(row) + 1)), make=make)
+
+    layers, before = made({}, {}), _state_of(model, _holders_of(row))
     _check_complete(model, layers)
-    whole, sequence = partial(model, *example, **kwargs), partial(_run_layers, model, layers, example, kwargs)
-    _compare(model, layers, whole, sequence, expected)
-    if any(further.after for further in row.values()):
-        _compare_other_sizes(model, layers, example, kwargs)
-    return layers
 
+    def whole(args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Any:
+        return _observed(model, row, lambda: model(*args, **named))
 
-def _compare_other_sizes(model: nn.Module, layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a function that was traced with a size of the example, instead of that of its input."""
-    tensors = [leaf for leaf in pytree.tree_leaves((example, kwargs)) if isinstance(leaf, torch.Tensor)]
-    for dim, what in enumerate(("rows", "elements in dimension 1")):
-        size = next((tensor.shape[dim] for tensor in tensors if tensor.dim() > dim), 0)
-        if size < 1:
-            continue
+    def sequence(args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Any:
+        return _observed(model, row, lambda: _run_layers(model, layers, args, named))
 
-        def other(leaf: Any, dim: int = dim, size: int = size) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.dim() <= dim or leaf.shape[dim] != size:
-                return leaf
-            return leaf.narrow(dim, 0, size - 1) if size > 1 else torch.cat([leaf, leaf], dim)
-
-        args, named = pytree.tree_map(other, (example, kwargs))
-        try:
-            expected = _run_restored(model, partial(model, *args, **named))
-        except Exception:  # the model takes no other size there
-            continue
-        try:
-            same = torch.equal(_run_restored(model, partial(_run_layers, model, layers, args, named)), expected)
-        except ValueError:
-            same = False
-        if not same:
+    _compare(model, layers, whole, sequence, _run_restored(model, whole))
+    device = next((tensor.device.type for tensor in model.parameters()), "cpu")
+    with torch.autocast(device, torch.bfloat16, enabled=not torch.is_autocast_enabled(device)):
+        if _is_equal(model, whole, sequence) is False:
+            raise ValueError(
+                f"model: with torch.autocast around both, its layers in sequence do not return the model's output "
+                f"({type(model).__name__}); do within modules what depends on autocast or turns it on or off, {INSTEAD}"
+            )
+    for what, args, named in _other_sizes(example, kwargs):
+        if _is_equal(model, partial(whole, args, named), partial(sequence, args, named)) is False:
             raise ValueError(
                 f"model: with another number of {what} in the example, its layers in sequence do not return the "
-                f"model's output ({type(model).__name__}): after its blocks it uses a size that it read before them; "
+                f"model's output ({type(model).__name__}): after its first block it uses a size that it read before; "
                 f"read it from the blocks' output, {INSTEAD}"
             )
+    fixed = {}
+    for name, value in _arguments(model, example, kwargs).items():
+        others = [_with(model, example, kwargs, name, other) for other in _other_values(model, name, value)]
+        found = {_is_equal(model, partial(whole, *other), partial(sequence, *other)) for other in others} - {None}
+        if found != {True}:
+            fixed[name] = _without_tensors(value)
+    after = _state_of(model, _holders_of(row))
+    return made(fixed, {name: value for name, (value, _) in before.items() if _is_constant(name, value, after)})
+
+
+def _is_constant(name: str, value: Any, state: Mapping[str, tuple[Any, int]]) -> bool:
+    """Whether an attribute is a number, text or None that the forward does not change."""
+    is_plain = value is None or type(value) in (bool, int, float, str)
+    return is_plain and not name.endswith("training") and name in state and _same_leaf(state[name][0], value)
+
+
+def _observed(model: nn.Module, row: Iterable[str], run: Callable[[], Any]) -> list[Any]:
+    """What is compared of a run: its output, those of modules, which it may hide, and the drawn random numbers."""
+    seen: list[Any] = []
+    hook = lambda _, __, output: seen.append(output)  # noqa: E731
+    handles = [model.get_submodule(path).register_forward_hook(hook) for path in row]
+    try:
+        output = run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda_devices([model])), hash(random.getstate())]
+    return [output, seen, states]
+
+
+def _is_equal(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any]) -> bool | None:
+    """Whether the layers compute what the model does; None if the model cannot run so, or a step refuses to."""
+    try:
+        expected = _run_restored(model, whole)
+    except Exception:  # it takes no such input
+        return None
+    try:
+        return _same(_run_restored(model, sequence), expected)
+    except ValueError as error:
+        return None if isinstance(error.__cause__, OtherInputsError) else False
+
+
+def _same(found: Any, expected: Any) -> bool:
+    pairs = [pytree.tree_leaves(found), pytree.tree_leaves(expected)]
+    return len(pairs[0]) == len(pairs[1]) and all(map(_same_leaf, *pairs))
+
+
+def _same_leaf(found: Any, expected: Any) -> bool:
+    if isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor):
+        return found.dtype == expected.dtype and torch.equal(found, expected)
+    return type(found) is type(expected) and bool(found == expected)
+
+
+def _other_sizes(
+    example: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """The example with other sizes: one less, half or twice as many, as the model may not take each."""
+    tensors = _tensors_of((example, kwargs))
+    for dim in range(max((tensor.dim() for tensor in tensors), default=0)):
+        size = next(tensor.shape[dim] for tensor in tensors if tensor.dim() > dim)
+
+        def resized(leaf: Any, other: int, dim: int = dim, size: int = size) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() <= dim or leaf.shape[dim] != size:
+                return leaf
+            return torch.cat([leaf, leaf], dim).narrow(dim, 0, other)
+
+        for other in {size - 1, size // 2, 2 * size} - {0, -1, size}:
+            args, named = pytree.tree_map(partial(resized, other=other), (example, kwargs))
+            yield f"elements in dimension {dim}" if dim else "rows", args, named
+
+
+def _other_values(model: nn.Module, name: str, value: Any) -> list[Any]:
+    """Values of an argument on which the layers are compared, too."""
+    if type(value) is bool:
+        return [not value]
+    if type(value) in (int, float):
+        return [value + 1, value - 0.25 if isinstance(value, float) else value - 1]
+    default = inspect.signature(model.forward).parameters[name].default
+    return [] if default is inspect.Parameter.empty or default is value else [default]
+
+
+def _arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _with(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example with one other argument."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    bound.arguments[name] = value
+    return bound.args, bound.kwargs
+
+
+def _without_tensors(value: Any) -> Any:
+    """What of an argument must be as on the example: where it has tensors, and all else."""
+    return pytree.tree_map(lambda leaf: torch.Tensor if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> HuggingFaceLayers:
@@ -228,8 +323,8 @@ def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) 
     _check_complete(model, layers)
     _compare(model, layers, whole, partial(_run_layers, model, layers, (), given), _run_restored(model, whole))
     padded = _padded(model, given)
-    if padded is not None and not _equal_in_mode(
-        model.training, model, layers, partial(whole, padded), partial(_run_layers, model, layers, (), padded)
+    if padded is not None and False is _is_equal(
+        model, partial(whole, padded), partial(_run_layers, model, layers, (), padded)
     ):
         raise ValueError(
             f"model: {type(model).__name__} finds padding by the token ids, which only its first stage has; give "
@@ -253,45 +348,53 @@ def _padded(model: Any, example: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _compare(
-    model: nn.Module, layers: Layers, whole: Callable[[], Any], sequence: Callable[[], Any], expected: torch.Tensor
+    model: nn.Module, layers: Layers, whole: Callable[[], Any], sequence: Callable[[], Any], expected: Any
 ) -> None:
-    if expected.isnan().any():
+    name = type(model).__name__
+    if any(tensor.isnan().any() for tensor in _tensors_of(expected)):
         raise ValueError(
-            f"model: its output on the example has NaN ({type(model).__name__}), so its layers cannot be compared with "
+            f"model: its output on the example has NaN ({name}), so its layers cannot be compared with "
             "it; give another example, such as one without padding"
         )
-    same = torch.equal(_run_restored(model, sequence), expected)
+    same = _same(_run_restored(model, sequence), expected)
     same_in_other_mode = _equal_in_mode(not model.training, model, layers, whole, sequence)
-    if not (same or same_in_other_mode):
+    if same_in_other_mode is None and not model.training:
         raise ValueError(
-            f"model: its layers in sequence do not return the model's output ({type(model).__name__}); {instead(model)}"
+            f"model: in training, {name} fails on the example, so its layers cannot be compared with "
+            "it; give an example on which it can be trained, such as one of several rows"
         )
-    if not (same and same_in_other_mode):
-        raise ValueError(
-            f"model: in {'training' if model.training != same else 'evaluation'}, its layers in sequence do not return "
-            f"the model's output ({type(model).__name__}); make what its forward does between them, such as dropout, a "
-            f"module, or set its probability to 0, let blocks find the mode themselves, or {instead(model)}"
-        )
+    if same and same_in_other_mode is not False:
+        return
+    differ = f"its layers in sequence do not return the model's output, or draw other random numbers ({name})"
+    if not same and not same_in_other_mode:
+        raise ValueError(f"model: {differ}; {instead(model)}")
+    raise ValueError(
+        f"model: in {'training' if model.training != same else 'evaluation'}, {differ}; make what its forward does "
+        "between them, such as dropout, a module, or set its probability to 0, let blocks find the mode themselves, or "
+        f"{instead(model)}"
+    )
 
 
 def _run_restored(model: nn.Module, run: Callable[[], Result]) -> Result:
     """Return a run's result; restore the model and the random generators."""
-    with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), restored(model):
-        return run()
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), restored(model):
+            return run()
+    finally:
+        random.setstate(state)
 
 
 def _equal_in_mode(
     mode: bool, model: nn.Module, layers: Layers, whole: Callable[[], Any], sequence: Callable[[], Any]
-) -> bool:
-    """Compare in training or evaluation: a function between blocks, or an argument of one, may act only there."""
+) -> bool | None:
+    """`_is_equal` in training or evaluation: a function between blocks, or an argument of one, may act only there."""
     both = model, *layers
     modes = [(module, module.training) for part in both for module in part.modules()]
     try:
         for part in both:
             part.train(mode)
-        return torch.equal(_run_restored(model, whole), _run_restored(model, sequence))
-    except Exception:  # it cannot run so on the example, and this cannot be checked
-        return True
+        return _is_equal(model, whole, sequence)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -374,9 +477,16 @@ class Function(fx.Tracer):
         self.stand_in = self.create_proxy("placeholder", "value", (), {})
 
     def create_arg(self, a: Any) -> Any:
-        """Refuse tensors, which torch.fx would keep as constants."""
+        """Refuse tensors, which torch.fx would keep as constants, and values of other functions."""
         if isinstance(a, torch.Tensor):
-            raise TypeError("it uses another tensor")
+            is_parameter = isinstance(a if a._base is None else a._base, nn.Parameter)
+            raise TypeError(
+                "it uses a parameter, which a module must do: a head with the embedding's weights is an nn.Linear"
+                if is_parameter
+                else "it uses another tensor"
+            )
+        if isinstance(a, fx.Proxy) and a.tracer is not self:
+            raise TypeError("it uses the output of an earlier module")
         return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
@@ -431,8 +541,8 @@ def rows_of_modules(model: nn.Module) -> list[list[str]]:
 
 def row_of_modules(
     model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Further], Any]:
-    """The names of a model's blocks and of the later modules with their further arguments, and the model's output.
+) -> dict[str, Further]:
+    """The names of a model's blocks and of the later modules, with their further arguments.
 
     Each but the first takes the output of the one before it, or a function of it, and further only buffers of the
     model, what the first block gets, numbers, text and None. The model's output is the last one, or a function of it.
@@ -441,9 +551,8 @@ def row_of_modules(
     Raises:
         ValueError: if the model differs, with the place and a remedy.
     """
-    calls: list[Call] = []
-    with torch.enable_grad(), _recording(model, blocks, calls):
-        output = model(*args, **kwargs)
+    recording = _Recording(model, blocks)
+    output, calls = recording.run(args, kwargs), recording.calls
     names = [call.path for call in calls]
     if names[: len(blocks)] != list(blocks):
         found = ", ".join(names[: len(blocks)]) or "none"
@@ -453,28 +562,38 @@ def row_of_modules(
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"model: {twice} is called twice; {INSTEAD}")
+    changed = recording.changed()
+    if changed:
+        raise ValueError(
+            f"model: its forward changes {changed[0]} after its first block, which no stage would; let a module of its "
+            f"own do that, {INSTEAD}"
+        )
     if not all(call.has_grad for call in calls):
         _check_gradients(model, blocks, args, kwargs)
-    if not all(map(_is_fed, calls, [*calls[1:], Call("", (output,), {})])):
-        row = _row_by_name(model, _traced(model, blocks, args, kwargs, names))
-    return row, output
+    is_fed = all(map(_is_fed, calls, [*calls[1:], Call("", (output,), {})])) and not recording.reads_values
+    try:  # in any case, as a function may return its input on the example only, such as .float()
+        return _row_by_name(model, _traced(model, blocks, args, kwargs, names))
+    except ValueError:
+        if not is_fed:
+            raise
+    return row
 
 
 def _traced(
     model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> list[Call]:
     """The calls of another run, with what the forward does after each."""
-    calls: list[Call] = []
+    recording = _Recording(model, blocks, traces=True)
+    calls = recording.calls
     try:
-        with torch.enable_grad(), _recording(model, blocks, calls, traces=True):
-            output = model(*args, **kwargs)
-        _concrete(calls, (output,))
+        _concrete(calls, (recording.run(args, kwargs),))
     except Exception as error:  # of the model's code, which gets proxies
         at = len(calls) - 1
         place = f"between {names[at]} and {names[at + 1]}" if at + 1 < len(names) else f"after {names[-1]}"
+        loss = "" if at + 1 < len(names) else "; a loss is computed by Pipeline(loss_fn=)"
         raise ValueError(
             f"model: its forward does something {place} that torch.fx cannot trace as a function from tensor to tensor "
-            f"({first_line(error)}); make that a module, or a part of one, {INSTEAD}"
+            f"({first_line(error)}){loss}; make that a module, or a part of one, {INSTEAD}"
         ) from error
     return calls
 
@@ -490,10 +609,9 @@ def _check_gradients(model: nn.Module, blocks: Sequence[str], args: Sequence[Any
 
     In a reentrant checkpoint gradients are off, too, and its output requires one all the same.
     """
-    calls: list[Call] = []
-    with torch.enable_grad(), _recording(model, blocks, calls, keeps_graph=True):
-        model(*args, **kwargs)
-    for call in calls:
+    recording = _Recording(model, blocks, keeps_graph=True)
+    recording.run(args, kwargs)
+    for call in recording.calls:
         given = [value for value in call.args[:1] if isinstance(value, torch.Tensor)]
         is_trained = any(tensor.requires_grad for tensor in (*given, *model.get_submodule(call.path).parameters()))
         has_grad = call.has_grad or any(tensor.requires_grad for tensor in _tensors_of(call.output))
@@ -532,59 +650,108 @@ def _tensors_of(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-@contextlib.contextmanager
-def _recording(
-    model: nn.Module,
-    blocks: Sequence[str],
-    calls: list[Call],
-    *,
-    keeps_graph: bool = False,
-    traces: bool = False,
-) -> Iterator[None]:
-    """Record the calls of the blocks, and after the first block all outermost calls of modules.
+class _Recording(TorchFunctionMode):
+    """Records the calls of the blocks, and after the first block all outermost calls of modules.
 
     Without ``keeps_graph`` gradients are off within modules, as activations of the whole model may not fit.
 
     Args:
         traces: the calls get a `Function`, as the model's forward gets proxies in place of the outputs.
-    """
-    open_calls: list[Call] = []
-    entered = _holders_of(blocks[:1]) | _later_rows(model, blocks)
-    handles = []
 
-    def enter(path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if not open_calls and (calls or path in blocks):
-            if traces:
-                args = _concrete(calls, args)
-            calls.append(Call(path, args, kwargs))
-        call = calls[-1] if calls else Call(path, args, kwargs)
-        if not open_calls:
+    Attributes:
+        calls: of `run`.
+        reads_values: whether the forward reads values of tensors after the first block, between modules.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[str], *, keeps_graph: bool = False, traces: bool = False
+    ) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.reads_values = False
+        self._model, self._blocks, self._keeps_graph, self._traces = model, blocks, keeps_graph, traces
+        self._entered = _holders_of(blocks[:1]) | _later_rows(model, blocks)
+        self._open: list[Call] = []
+        self._is_between = False
+        self._state: dict[str, tuple[Any, int]] = {}
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the model's output; in its place what stands in for it, if it is traced."""
+        handles = []
+        for path in {name for name, _ in self._model.named_modules()} - self._entered:
+            module, hook = self._model.get_submodule(path), partial(self._enter, path)
+            # the user's hooks get what the module gets, and no proxy
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(self._leave))
+        try:
+            with torch.enable_grad(), self:
+                return self._model(*args, **kwargs)
+        finally:
+            self._is_between = False
+            for handle in handles:
+                handle.remove()
+
+    def changed(self) -> list[str]:
+        """Attributes and buffers of modules that no stage calls, which the forward changed after the first block."""
+        now = _state_of(self._model, self._entered) if self.calls else {}
+        known = self._state
+        return [n for n, (v, count) in now.items() if n not in known or v is not known[n][0] or count != known[n][1]]
+
+    def _enter(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._is_between = False
+        if not self._open and (self.calls or path in self._blocks):
+            if not self.calls:
+                self._state = _state_of(self._model, self._entered)
+            if self._traces:
+                args = _concrete(self.calls, args)
+            self.calls.append(Call(path, args, kwargs))
+        call = self.calls[-1] if self.calls else Call(path, args, kwargs)
+        if not self._open:
             call.has_grad = torch.is_grad_enabled()
-            torch.set_grad_enabled(call.has_grad and keeps_graph)
-        open_calls.append(call)
+            torch.set_grad_enabled(call.has_grad and self._keeps_graph)
+        self._open.append(call)
         return args, kwargs
 
-    def leave(output: Any) -> Any:
-        call = open_calls.pop()
-        if not open_calls:
-            torch.set_grad_enabled(call.has_grad)
-            call.output = output
-            call.version = version_of(output) if isinstance(output, torch.Tensor) else 0
-            if traces and calls:
-                call.function = Function(output)
-                return call.function.stand_in
-        return output
+    def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
+        call = self._open.pop()
+        if self._open:
+            return output
+        torch.set_grad_enabled(call.has_grad)
+        call.output = output
+        call.version = version_of(output) if isinstance(output, torch.Tensor) else 0
+        if not self.calls:
+            return output
+        self._is_between = True
+        if not self._traces:
+            return output
+        call.function = Function(output)
+        return call.function.stand_in
 
-    for path in {name for name, _ in model.named_modules()} - entered:
-        hook = partial(lambda path, _, args, kwargs: enter(path, args, kwargs), path)
-        # the user's hooks get what the module gets, and no proxy
-        handles.append(model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-        handles.append(model.get_submodule(path).register_forward_hook(lambda _, __, output: leave(output)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch; values that the forward reads between modules would become constants."""
+        if self._is_between and func in _READS:
+            self.reads_values = True
+            if self._traces:
+                raise TypeError("it reads the value of a tensor")
+        return func(*args, **(kwargs or {}))
+
+
+_READS = {torch.equal, torch.allclose, torch.Tensor.equal, torch.Tensor.allclose} | {
+    getattr(torch.Tensor, name)
+    for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__")
+}
+
+
+def _state_of(model: nn.Module, paths: Iterable[str]) -> dict[str, tuple[Any, int]]:
+    """The attributes and buffers of modules, with a number that grows as they change in place."""
+    found = {}
+    for path in paths:
+        module = model.get_submodule(path)
+        for name, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
+            if name[0] != "_":
+                sized = len(value) if isinstance(value, list | dict | set) else 0
+                found[_join(path, name)] = value, version_of(value) if isinstance(value, torch.Tensor) else sized
+    return found
 
 
 def _is_fed(before: Call, after: Call) -> bool:
@@ -600,10 +767,19 @@ class RowStage(WholeNames):
     Args:
         model: the unsplit model; its modules are used, not copied.
         given: the names of the modules in the row, with their further arguments.
+        fixed: the arguments of the model that must be as on the example, without tensors.
+        constants: the attributes, by name, that modules on the way to the row had at the split.
         layers: 0 for the model's forward up to the row, whose modules count from 1.
     """
 
-    def __init__(self, model: nn.Module, given: Mapping[str, Further], layers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        given: Mapping[str, Further],
+        fixed: Mapping[str, Any],
+        constants: Mapping[str, Any],
+        layers: Sequence[int],
+    ) -> None:
         super().__init__()
         row = list(given)
         own = [row[layer - 1] for layer in layers if layer]
@@ -621,6 +797,7 @@ class RowStage(WholeNames):
         self._before = [(_before_row(model, "", given, copied), given[row[0]])] if begins else []
         if begins:
             self.stand_for(model, copied)
+        self._fixed, self._constants, self._holders = fixed, constants, _holders_of(row)
         for _, further in (*self._own, *self._before):
             self._share_buffers(model, further)
         self._names = accepted_names(model) if begins else frozenset()
@@ -669,6 +846,7 @@ class RowStage(WholeNames):
     ) -> tuple[Any, dict[int | str, Any]]:
         """The input of the first block, and its other arguments that are passed on."""
         self.follow_modes()
+        self._check_unchanged(_arguments(model, args, kwargs))
         buffers = [self.get_buffer(value.name) for value in further.values() if isinstance(value, Buffer)]
         versions = list(map(version_of, buffers))
         try:
@@ -686,7 +864,7 @@ class RowStage(WholeNames):
             pairs = [*zip(found[1:], others, strict=True), *((a, named[name]) for name, a in found_named.items())]
             same = all(_is_same(a, b) for a, b in pairs)
         if not same or len(shared) < len(keys):
-            raise ValueError(
+            raise OtherInputsError(
                 "split: the model's blocks get other arguments than on the example that it was split with; give these "
                 "in the example, too"
             )
@@ -696,6 +874,30 @@ class RowStage(WholeNames):
                 "their own; make that a part of the blocks, or pass the model's layers as a list"
             )
         return found[0], shared
+
+    def _check_unchanged(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse values that other stages do not follow: of arguments, and of attributes changed since the split."""
+        for name, known in self._fixed.items():
+            if not _same(_without_tensors(arguments[name]), known):
+                was = repr(known).replace("<class 'torch.Tensor'>", "a tensor")
+                raise OtherInputsError(
+                    f"{name}: the model was split with an example in which it was {was}, and its layers may not follow "
+                    "another value: split the model with an example like the step's inputs, or give it as in the "
+                    "example"
+                )
+        model = self._original.find()
+        now = {} if model is None else _state_of(model, self._holders)
+        for name, value in self._constants.items():
+            if name in now and not _same_leaf(now[name][0], value):
+                raise ValueError(
+                    f"model: {name} was {value!r} when the model was split and is {now[name][0]!r} now, and stages "
+                    "keep the first value: make it a buffer, an argument of the forward, or an attribute of a block, "
+                    "or split the model and build the Pipeline again"
+                )
+
+
+class OtherInputsError(ValueError):
+    """The input of a step is not as the example."""
 
 
 def _shared_keys(given: Mapping[str, Further], row: Iterable[str]) -> list[int | str]:
