@@ -848,6 +848,19 @@ def test_arguments_that_the_layers_do_not_follow_must_be_as_in_the_example() -> 
             pipe.eval_step(ids, **{"scale": 1.0 if "scale" in text else 3.0, **named})
 
 
+def test_further_arguments_by_name_must_be_those_of_the_example() -> None:
+    class Named(Decoder):
+        def forward(self, ids: torch.Tensor, **named: Any) -> torch.Tensor:  # type: ignore[override]
+            x = through(self, self.embed(ids, 0))
+            return ending(self, x if "mask" not in named else x * named["mask"])
+
+    ids, mask = batch()[0], torch.ones(9, 1, 1)
+    pipe = fastpipe.Pipeline(fastpipe.split(Named(), ids[:2], other=mask[:2]), "1f1b", 3, num_ranks=2)
+    pipe.eval_step(ids, other=mask)
+    with pytest.raises(ValueError, match="named: .* an example in which it was .'other': a tensor"):
+        pipe.eval_step(ids, mask=mask)
+
+
 @pytest.mark.parametrize("kind", [Options, Llama])
 def test_attributes_that_change_after_the_split_are_refused(kind: type[nn.Module]) -> None:
     """Stages have copies of the modules on the way to the blocks, and constants in functions."""
