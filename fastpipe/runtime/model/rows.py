@@ -104,11 +104,8 @@ class Function(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         """Refuse tensors, which torch.fx would keep as constants, and values of other functions."""
         if isinstance(a, torch.Tensor):
-            is_parameter = isinstance(a if a._base is None else a._base, nn.Parameter)
             raise TypeError(
-                "it uses a parameter, which a module must do: a head with the embedding's weights is an nn.Linear"
-                if is_parameter
-                else "it uses another tensor"
+                "it uses another tensor; a parameter belongs in a module, that of a tied head in an nn.Linear"
             )
         if isinstance(a, fx.Proxy) and a.tracer is not self:
             raise TypeError("it uses the output of an earlier module")
