@@ -308,11 +308,11 @@ WRONG |= {
     "a tuple": (lambda m, x: (ending(m, through(m, x)), 1), "something after head .*it makes a tuple"),
     "rows of the input": (
         lambda m, x: ending(m, through(m, x) / len(x)),
-        "another number of rows in the example.*a size that it read before;",
+        "another number of rows in the example.*a size or value that it read before;",
     ),
     "tokens of the input": (
         lambda m, x: ending(m, through(m, x).view(-1, x.shape[1], WIDTH)),
-        "another number of elements in dimension 1.*a size that it read before;",
+        "another number of elements in dimension 1.*a size or value that it read before;",
     ),
 }
 
@@ -965,6 +965,16 @@ def test_a_size_of_an_image_that_is_read_before_the_blocks_is_refused() -> None:
 
     with pytest.raises(ValueError, match="another number of elements in dimension 2"):
         fastpipe.split(Segmentation(), torch.randn(2, 3, 9, 9))
+
+
+def test_a_value_that_is_read_before_the_blocks_is_refused() -> None:
+    class Masked(Decoder):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            has_padding = bool((mask == 0).any())
+            return ending(self, through(self, self.embed(ids, 0))) * (2 if has_padding else 1)
+
+    with pytest.raises(ValueError, match="with other values in the example"):
+        fastpipe.split(Masked(), batch()[0][:2], torch.ones(2, TOKENS))
 
 
 def test_a_function_that_returns_its_input_on_the_example(executor: str) -> None:

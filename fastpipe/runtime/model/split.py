@@ -172,12 +172,12 @@ def _layers_of(
                 f"model: with torch.autocast around both, its layers in sequence do not return the model's output "
                 f"({type(model).__name__}); do within modules what depends on autocast or turns it on or off, {INSTEAD}"
             )
-    for what, args, named in _other_sizes(example, kwargs):
+    for what, args, named in _other_tensors(example, kwargs):
         if _is_equal(model, partial(whole, args, named), partial(sequence, args, named)) is False:
             raise ValueError(
-                f"model: with another number of {what} in the example, its layers in sequence do not return the "
-                f"model's output ({type(model).__name__}): after its first block it uses a size that it read before; "
-                f"read it from the blocks' output, {INSTEAD}"
+                f"model: with {what} in the example, its layers in sequence do not return the model's output "
+                f"({type(model).__name__}): after its first block it uses a size or value that it read before; read it "
+                f"from the blocks' output, {INSTEAD}"
             )
     fixed = {}
     for name, value in arguments_of(model, example, kwargs).items():
@@ -233,10 +233,19 @@ def _same_leaf(found: Any, expected: Any) -> bool:
     return type(found) is type(expected) and bool(found == expected)
 
 
-def _other_sizes(
+def _other_tensors(
     example: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """The example with other sizes: one less, half or twice as many, as the model may not take each."""
+    """The example with a zero, or a one, at the end, and with other sizes, as the model may not take each."""
+
+    def changed(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or not leaf.numel():
+            return leaf
+        other = leaf.clone()
+        other[..., -1:] = 0
+        return other if not torch.equal(other, leaf) else torch.ones_like(leaf)
+
+    yield "other values", *pytree.tree_map(changed, (example, kwargs))
     tensors = tensor_leaves((example, kwargs))
     for dim in range(max((tensor.dim() for tensor in tensors), default=0)):
         size = next(tensor.shape[dim] for tensor in tensors if tensor.dim() > dim)
@@ -248,7 +257,7 @@ def _other_sizes(
 
         for other in {size - 1, size // 2, 2 * size} - {0, -1, size}:
             args, named = pytree.tree_map(partial(resized, other=other), (example, kwargs))
-            yield f"elements in dimension {dim}" if dim else "rows", args, named
+            yield f"another number of {f'elements in dimension {dim}' if dim else 'rows'}", args, named
 
 
 def _other_values(model: nn.Module, name: str, value: Any) -> list[Any]:
