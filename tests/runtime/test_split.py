@@ -3,9 +3,11 @@
 import copy
 import gc
 import pickle
+import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -306,11 +308,11 @@ WRONG |= {
     "a tuple": (lambda m, x: (ending(m, through(m, x)), 1), "something after head .*it makes a tuple"),
     "rows of the input": (
         lambda m, x: ending(m, through(m, x) / len(x)),
-        "another number of rows in the example.*a size that it read before them",
+        "another number of rows in the example.*a size or value that it read before;",
     ),
     "tokens of the input": (
         lambda m, x: ending(m, through(m, x).view(-1, x.shape[1], WIDTH)),
-        "another number of elements in dimension 1.*a size that it read before them",
+        "another number of elements in dimension 1.*a size or value that it read before;",
     ),
 }
 
@@ -513,7 +515,8 @@ class Llama(nn.Module):
 )
 def test_arguments_that_all_blocks_get(schedule: str, num_ranks: int, executor: str) -> None:
     model, unsplit = Llama(), Llama()
-    layers = fastpipe.split(model, batch()[0][:2])
+    ids = batch()[0][:2]
+    layers = fastpipe.split(model, ids, padding=(ids != 3).long())
     pipe = fastpipe.Pipeline(layers, schedule, 8, loss_fn, num_ranks=num_ranks, executor=executor)
     for rows, length in ((9, TOKENS), (8, TOKENS - 2)):
         ids, target = (x[:, :length] for x in batch(rows))
@@ -707,13 +710,15 @@ def test_a_further_argument_that_the_example_did_not_have_is_refused() -> None:
     ids = batch()[0]
     layers = fastpipe.split(model, ids[:2])
     pipe = fastpipe.Pipeline(layers, "1f1b", 3, num_ranks=3)
-    with pytest.raises(ValueError, match="blocks get other arguments than on the example"):
+    with pytest.raises(
+        ValueError, match="masks: .* an example in which it was None, .* split the model with an example"
+    ):
         pipe.eval_step(ids, masks=torch.ones(9, 1, 1))
     layers = fastpipe.split(model, ids[:2], masks=torch.ones(2, 1, 1))
     pipe = fastpipe.Pipeline(layers, "1f1b", 3, num_ranks=3)
     masks = torch.rand(9, 1, 1)
     assert torch.equal(pipe.eval_step(ids, masks=masks).outputs[:3], model(ids[:3], masks[:3]))
-    with pytest.raises(ValueError, match="blocks get other arguments than on the example"):
+    with pytest.raises(ValueError, match="masks: .* an example in which it was a tensor"):
         pipe.eval_step(ids)
 
 
@@ -828,3 +833,212 @@ def test_blocks_in_a_reentrant_checkpoint_have_gradients() -> None:
     """Though these are off within it."""
     ids, _ = batch()
     assert len(fastpipe.split(Checkpoints(), ids[:2])) == 9
+
+
+class Options(Decoder):
+    """What its forward does after the blocks depends on arguments and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(  # type: ignore[override]
+        self, ids: torch.Tensor, offset: int = 0, *, scale: float = 1.0, mask: Any = None, wide: bool = False
+    ) -> torch.Tensor:
+        x = through(self, self.embed(ids, offset))
+        if mask is not None:
+            x = x * mask[..., None]
+        return ending(self, x.repeat(1, 1 + wide, 1)) * (scale * self.factor)
+
+
+def test_arguments_that_the_layers_do_not_follow_must_be_as_in_the_example() -> None:
+    """A forward may use them after the blocks, where they are constants."""
+    model, ids = Options(), batch()[0]
+    pipe = fastpipe.Pipeline(fastpipe.split(model, ids[:2], scale=3.0), "1f1b", 3, num_ranks=2)
+    for named in ({}, {"offset": 3}):
+        expected = torch.cat([model(part, scale=3.0, **named) for part in ids.split(3)])
+        assert torch.equal(pipe.eval_step(ids, scale=3.0, **named).outputs, expected)
+    for named, text in (
+        ({}, "scale: .* in which it was 3.0, .* give it as in the example"),
+        ({"mask": torch.ones(9, TOKENS)}, "mask: .* in which it was None"),
+        ({"wide": True}, "wide: .* in which it was False"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            pipe.eval_step(ids, **{"scale": 1.0 if "scale" in text else 3.0, **named})
+
+
+def test_further_arguments_by_name_must_be_those_of_the_example() -> None:
+    class Named(Decoder):
+        def forward(self, ids: torch.Tensor, **named: Any) -> torch.Tensor:  # type: ignore[override]
+            x = through(self, self.embed(ids, 0))
+            return ending(self, x if "mask" not in named else x * named["mask"])
+
+    ids, mask = batch()[0], torch.ones(9, 1, 1)
+    pipe = fastpipe.Pipeline(fastpipe.split(Named(), ids[:2], other=mask[:2]), "1f1b", 3, num_ranks=2)
+    pipe.eval_step(ids, other=mask)
+    with pytest.raises(ValueError, match="named: .* an example in which it was .'other': a tensor"):
+        pipe.eval_step(ids, mask=mask)
+
+
+@pytest.mark.parametrize("kind", [Options, Llama])
+def test_attributes_that_change_after_the_split_are_refused(kind: type[nn.Module]) -> None:
+    """Stages have copies of the modules on the way to the blocks, and constants in functions."""
+    model, ids = kind(), batch()[0]
+    model.factor = 1.0
+    pipe = fastpipe.Pipeline(fastpipe.split(model, ids[:2]), "1f1b", 3, num_ranks=2)
+    pipe.eval_step(ids)
+    model.factor = 2.0
+    with pytest.raises(ValueError, match=r"factor was 1.0 when the model was split and is 2.0 now.*make it a buffer"):
+        pipe.eval_step(ids)
+    model.factor = 1.0
+    pipe.eval_step(ids)
+
+
+class Scaled(Wrong):
+    def __init__(self, what: Callable[..., torch.Tensor]) -> None:
+        super().__init__(what)
+        self.register_buffer("count", torch.tensor(1.0))
+        self.last: Any = None
+        self.inner["norm"] = Divided()
+
+
+class Divided(nn.LayerNorm):
+    """A later module that gets a number."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+    def forward(self, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+        return super().forward(x) / by
+
+
+def counting(model: Scaled, x: torch.Tensor) -> torch.Tensor:
+    x = through(model, x)
+    model.count += 1
+    return ending(model, x)
+
+
+def remembering(model: Scaled, x: torch.Tensor) -> torch.Tensor:
+    model.last = through(model, x)
+    return ending(model, model.last)
+
+
+def full_precision(model: Scaled, x: torch.Tensor) -> torch.Tensor:
+    x = model.inner["norm"](through(model, x))
+    with torch.autocast("cpu", enabled=False):
+        return model.head(x.float())
+
+
+def dropping(model: Scaled, x: torch.Tensor, draw: Callable[[], Any], in_modes: tuple[bool, ...]) -> torch.Tensor:
+    for block in model.inner["blocks"]:
+        if model.training not in in_modes or draw() > 1e-9:
+            x = block(x)
+    return ending(model, x)
+
+
+def without_weights(model: Scaled, x: torch.Tensor) -> torch.Tensor:
+    """As a head is initialized with zeros, the output does not show what precedes it."""
+    model.head.weight.data.zero_()
+    return model.head(nn.functional.dropout(model.inner["norm"](through(model, x)), 0.5, model.training))
+
+
+def skipping(model: Scaled, x: torch.Tensor) -> torch.Tensor:
+    for block in model.inner["blocks"]:
+        x = block(x) + x if block is model.inner["blocks"][1] else block(x)
+    return ending(model, x)
+
+
+SILENT: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "a later module gets a size": (
+        lambda m, x: m.head(m.inner["norm"](through(m, x), x.shape[1])),
+        "another number of elements in dimension 1",
+    ),
+    "a buffer's value": (
+        lambda m, x: ending(m, through(m, x)) * m.count.item(),
+        "after head that .*reads the value of a tensor",
+    ),
+    "a counter": (counting, "its forward changes count after its first block"),
+    "an attribute": (remembering, "its forward changes last after its first block"),
+    "autocast off": (full_precision, "with torch.autocast around both, its layers"),
+    "random layers": (partial(dropping, draw=lambda: torch.rand(()), in_modes=(True, False)), "reads the value"),
+    "random layers of Python": (partial(dropping, draw=random.random, in_modes=(True, False)), "other random numbers"),
+    "random layers in training": (partial(dropping, draw=random.random, in_modes=(True,)), "in training, .* random"),
+    "random layers in evaluation": (partial(dropping, draw=random.random, in_modes=(False,)), "in evaluation, .* rand"),
+    "a head of zeros": (without_weights, "in training|in evaluation"),
+    "a skip over one block": (skipping, "between inner.blocks.1 and inner.blocks.2 .*the output of an earlier module"),
+}
+
+
+@pytest.mark.parametrize("what", SILENT)
+def test_what_layers_would_compute_wrongly_in_a_later_step_is_refused(what: str) -> None:
+    forward, text = SILENT[what]
+    with pytest.raises(ValueError, match=text):
+        fastpipe.split(Scaled(forward), batch()[0])
+
+
+def test_a_size_of_an_image_that_is_read_before_the_blocks_is_refused() -> None:
+    class Segmentation(Residues):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer3(self.layer2(self.layer1(self.stem(x))))
+            return nn.functional.interpolate(y, size=x.shape[-2:])
+
+    with pytest.raises(ValueError, match="another number of elements in dimension 2"):
+        fastpipe.split(Segmentation(), torch.randn(2, 3, 9, 9))
+
+
+def test_a_value_that_is_read_before_the_blocks_is_refused() -> None:
+    class Masked(Decoder):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            has_padding = bool((mask == 0).any())
+            return ending(self, through(self, self.embed(ids, 0))) * (2 if has_padding else 1)
+
+    with pytest.raises(ValueError, match="with other values in the example"):
+        fastpipe.split(Masked(), batch()[0][:2], torch.ones(2, TOKENS))
+
+
+def test_a_function_that_returns_its_input_on_the_example(executor: str) -> None:
+    """Under autocast it does not."""
+    forward = lambda m, x: ending(m, through(m, x, lambda x: x.float())).float()  # noqa: E731
+    ids, target = batch()
+    pipe = fastpipe.Pipeline(fastpipe.split(Wrong(forward), ids[:2]), "zbv", 3, loss_fn, num_ranks=2, executor=executor)
+    with torch.autocast("cpu", torch.bfloat16):
+        parity = fastpipe.check_parity(pipe, Wrong(forward), (ids, target))
+        assert parity.ok, parity
+        assert pipe.eval_step(ids).outputs.dtype == torch.float32
+
+
+def test_an_example_on_which_the_model_cannot_be_trained_is_refused() -> None:
+    """It is in evaluation, and what it does in training cannot be seen."""
+    model = Wrong(lambda m, x: m.head(m.norm(nn.functional.dropout(through(m, x)[:, 0], 0.5, m.training)))).eval()
+    model.norm = nn.BatchNorm1d(WIDTH).eval()
+    ids = batch()[0]
+    with pytest.raises(ValueError, match="in training, Wrong fails on the example, .* such as one of several rows"):
+        fastpipe.split(model, ids[:1])
+    with pytest.raises(ValueError, match="in training, its layers in sequence"):
+        fastpipe.split(model, ids[:2])
+
+
+REMEDIES: dict[str, tuple[Callable[..., Any], str]] = {
+    "a head with the embedding's weight": (
+        lambda m, x: m.inner["norm"](through(m, x)) @ m.inner["tokens"].weight.T,
+        "after inner.norm .*it uses another tensor; .* in an nn.Linear",
+    ),
+    "logits and a loss": (
+        lambda m, x: (
+            y := ending(m, through(m, x)),
+            nn.functional.cross_entropy(y.flatten(0, 1), torch.ones(14).long()),
+        ),
+        "after head .*a loss is computed by Pipeline",
+    ),
+    "a block twice": (
+        lambda m, x: ending(m, through(m, x, m.inner["blocks"][0])),
+        "its forward called inner.blocks.0, inner.blocks.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REMEDIES)
+def test_refusals_say_what_to_do(what: str) -> None:
+    forward, text = REMEDIES[what]
+    with pytest.raises(ValueError, match=text):
+        fastpipe.split(Wrong(forward), batch()[0][:2])

@@ -34,7 +34,7 @@ SUPPORTED = tuple(_KINDS.split())
 
 INSTEAD = (
     "trace the model with torch's pipeline() (Traced models in docs/coming-from-torch.md), or pass the layers as a "
-    "list, each of which takes what the one before it returns"
+    "list, each of which takes what the one before it returns (fastpipe.carry passes values on to all later layers)"
 )
 """What to do with a model that split refuses."""
 

@@ -2,75 +2,48 @@
 
 The layers in sequence return the model's output; otherwise an error states the reason. Those of a model of Hugging Face
 are in `hugging_face.py`. Of another model with a list of blocks they are what precedes the blocks, every block, and
-every later module. A run on an example finds the blocks and the later modules, and checks that each feeds the next,
-through functions at most, which a second run traces.
+every later module (`rows.py`). Both are compared with the model on an example; the latter also on what a later step may
+have: another mode, autocast, sizes and arguments.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from fastpipe.runtime.common import children_of, cuda_devices, first_line, on_meta, pytree, torch_private, version_of
+from fastpipe.runtime.common import children_of, cuda_devices, on_meta, pytree, tensor_leaves
 from fastpipe.runtime.model.chain import (
-    FULL,
-    LAYERS,
     Layers,
-    WholeNames,
     accepted_names,
     as_inputs,
     as_layers,
     check_forward,
     check_whole_unhooked,
-    recomputed,
     selected,
-    shallow,
 )
 from fastpipe.runtime.model.cuts import restored
-from fastpipe.runtime.model.hugging_face import (
-    INSTEAD,
-    HuggingFaceLayers,
-    attributes_of,
-    instead,
-    is_hugging_face,
-    no_cache,
+from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, instead, is_hugging_face, no_cache
+from fastpipe.runtime.model.rows import (
+    Further,
+    OtherInputsError,
+    RowStage,
+    arguments_of,
+    holders_of,
+    row_of_modules,
+    rows_of_modules,
+    state_of,
+    without_tensors,
 )
 
 logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
-
-_MAX_TRIED = 4
-
-
-class Further(NamedTuple):
-    """What a module gets beside the previous one's output; equal in every step.
-
-    Attributes:
-        args, kwargs: further arguments, with a `Buffer` in place of one of the model's, and a `Shared` in place of what
-            the first block gets, too.
-        after: what the model's forward makes of the module's output before it passes it on, such as a pooling; None if
-            nothing.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    after: fx.GraphModule | None = None
-
-    def values(self) -> list[Any]:
-        """All further arguments."""
-        return [*self.args, *self.kwargs.values()]
-
-    def shared(self) -> list[int | str]:
-        """Which of the first block's arguments are among them."""
-        return [value.key for value in self.values() if isinstance(value, Shared)]
 
 
 def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) -> Layers:
@@ -93,9 +66,11 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
               example: the part of its forward before the first block, every block, and every later module. Each block
               and later module must take the output of the one before it, or a function of it alone that `torch.fx` can
               trace, such as ``x.mean(1)``, and further only what the first block gets, too, buffers of the model, and
-              constants. Running the example checks this, and compares the layers with the model.
+              constants. Running the example, some twenty times, checks this, and compares the layers with the model:
+              in training and evaluation, under autocast, and with other sizes and numbers.
         example: one microbatch, as the model takes it; required for the last kind.
-        kwargs: keyword arguments of the example; for the last kind only the part before the blocks may use them.
+        kwargs: keyword arguments of the example. Of the last kind a step must have the same ones, with the same
+            values where these are no tensors and the comparison finds that layers would not follow them.
 
     Returns:
         A sequence of modules, which also has the names of the unsplit model.
@@ -162,57 +137,147 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             found[i] = _run_restored(model, partial(row_of_modules, model, blocks, example, kwargs))
         except ValueError as error:
             refusals[i] = error
-    for i, (row, expected) in sorted(found.items(), key=lambda item: -len(item[1][0])):
+    for i, row in sorted(found.items(), key=lambda item: -len(item[1])):
         try:
-            return _layers_of(model, row, expected, example, kwargs)
+            return _layers_of(model, row, example, kwargs)
         except ValueError as error:
             refusals[i] = error
     raise refusals[min(refusals)]  # that of the most likely candidate says most
 
 
 def _layers_of(
-    model: nn.Module, row: Mapping[str, Further], expected: Any, example: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, row: Mapping[str, Further], example: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Layers:
-    for path in _holders_of(row):
+    for path in holders_of(row):
         check_whole_unhooked(model.get_submodule(path))
-    make = partial(RowStage, model, row)
-    layers = Layers((make([layer]) for layer in range(len(row) + 1)), make=make)
+
+    def made(fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> Layers:
+        make = partial(RowStage, model, row, fixed, constants)
+        return Layers((make([layer]) for layer in range(len(row) + 1)), make=make)
+
+    layers, before = made({}, {}), state_of(model, holders_of(row))
     _check_complete(model, layers)
-    whole, sequence = partial(model, *example, **kwargs), partial(_run_layers, model, layers, example, kwargs)
-    _compare(model, layers, whole, sequence, expected)
-    if any(further.after for further in row.values()):
-        _compare_other_sizes(model, layers, example, kwargs)
-    return layers
+
+    def whole(args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Any:
+        return _observed(model, row, lambda: model(*args, **named))
+
+    def sequence(args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Any:
+        return _observed(model, row, lambda: _run_layers(model, layers, args, named))
+
+    _compare(model, layers, whole, sequence)
+    device = next((tensor.device.type for tensor in model.parameters()), "cpu")
+    with torch.autocast(device, torch.bfloat16, enabled=not torch.is_autocast_enabled(device)):
+        if _is_equal(model, whole, sequence) is False:
+            raise ValueError(
+                f"model: with torch.autocast around both, its layers in sequence do not return the model's output "
+                f"({type(model).__name__}); do within modules what depends on autocast or turns it on or off, {INSTEAD}"
+            )
+    for what, args, named in _other_tensors(example, kwargs):
+        if _is_equal(model, partial(whole, args, named), partial(sequence, args, named)) is False:
+            raise ValueError(
+                f"model: with {what} in the example, its layers in sequence do not return the model's output "
+                f"({type(model).__name__}): after its first block it uses a size or value that it read before; read it "
+                f"from the blocks' output, {INSTEAD}"
+            )
+    fixed = {}
+    for name, value in arguments_of(model, example, kwargs).items():
+        others = [_with(model, example, kwargs, name, other) for other in _other_values(model, name, value)]
+        found = {_is_equal(model, partial(whole, *other), partial(sequence, *other)) for other in others} - {None}
+        if found != {True}:
+            fixed[name] = without_tensors(value)
+    after = state_of(model, holders_of(row))
+    return made(fixed, {name: value for name, (value, _) in before.items() if _is_constant(name, value, after)})
 
 
-def _compare_other_sizes(model: nn.Module, layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a function that was traced with a size of the example, instead of that of its input."""
-    tensors = [leaf for leaf in pytree.tree_leaves((example, kwargs)) if isinstance(leaf, torch.Tensor)]
-    for dim, what in enumerate(("rows", "elements in dimension 1")):
-        size = next((tensor.shape[dim] for tensor in tensors if tensor.dim() > dim), 0)
-        if size < 1:
-            continue
+def _is_constant(name: str, value: Any, state: Mapping[str, tuple[Any, int]]) -> bool:
+    """Whether an attribute is a number, text or None that the forward does not change."""
+    is_plain = value is None or type(value) in (bool, int, float, str)
+    is_mode = name.rpartition(".")[2] == "training"
+    return is_plain and not is_mode and name in state and _same_leaf(state[name][0], value)
 
-        def other(leaf: Any, dim: int = dim, size: int = size) -> Any:
+
+def _observed(model: nn.Module, row: Iterable[str], run: Callable[[], Any]) -> list[Any]:
+    """What is compared of a run: its output, those of modules, which it may hide, and the drawn random numbers."""
+    seen: list[Any] = []
+    hook = lambda _, __, output: seen.append(output)  # noqa: E731
+    handles = [model.get_submodule(path).register_forward_hook(hook) for path in row]
+    try:
+        output = run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda_devices([model])), hash(random.getstate())]
+    return [output, seen, states]
+
+
+def _is_equal(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any]) -> bool | None:
+    """Whether the layers compute what the model does; None if the model cannot run so, or a step refuses to."""
+    try:
+        expected = _run_restored(model, whole)
+    except Exception:  # it takes no such input
+        return None
+    try:
+        return _same(_run_restored(model, sequence), expected)
+    except ValueError as error:
+        return None if isinstance(error.__cause__, OtherInputsError) else False
+
+
+def _same(found: Any, expected: Any) -> bool:
+    pairs = [pytree.tree_leaves(found), pytree.tree_leaves(expected)]
+    return len(pairs[0]) == len(pairs[1]) and all(map(_same_leaf, *pairs))
+
+
+def _same_leaf(found: Any, expected: Any) -> bool:
+    if isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor):
+        return found.dtype == expected.dtype and torch.equal(found, expected)
+    return type(found) is type(expected) and bool(found == expected)
+
+
+def _other_tensors(
+    example: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """The example with a zero, or a one, at the end, and with other sizes, as the model may not take each."""
+
+    def changed(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or not leaf.numel():
+            return leaf
+        other = leaf.clone()
+        other[..., -1:] = 0
+        return other if not torch.equal(other, leaf) else torch.ones_like(leaf)
+
+    yield "other values", *pytree.tree_map(changed, (example, kwargs))
+    tensors = tensor_leaves((example, kwargs))
+    for dim in range(max((tensor.dim() for tensor in tensors), default=0)):
+        size = next(tensor.shape[dim] for tensor in tensors if tensor.dim() > dim)
+
+        def resized(leaf: Any, other: int, dim: int = dim, size: int = size) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.dim() <= dim or leaf.shape[dim] != size:
                 return leaf
-            return leaf.narrow(dim, 0, size - 1) if size > 1 else torch.cat([leaf, leaf], dim)
+            return torch.cat([leaf, leaf], dim).narrow(dim, 0, other)
 
-        args, named = pytree.tree_map(other, (example, kwargs))
-        try:
-            expected = _run_restored(model, partial(model, *args, **named))
-        except Exception:  # the model takes no other size there
-            continue
-        try:
-            same = torch.equal(_run_restored(model, partial(_run_layers, model, layers, args, named)), expected)
-        except ValueError:
-            same = False
-        if not same:
-            raise ValueError(
-                f"model: with another number of {what} in the example, its layers in sequence do not return the "
-                f"model's output ({type(model).__name__}): after its blocks it uses a size that it read before them; "
-                f"read it from the blocks' output, {INSTEAD}"
-            )
+        for other in {size - 1, size // 2, 2 * size} - {0, -1, size}:
+            args, named = pytree.tree_map(partial(resized, other=other), (example, kwargs))
+            yield f"another number of {f'elements in dimension {dim}' if dim else 'rows'}", args, named
+
+
+def _other_values(model: nn.Module, name: str, value: Any) -> list[Any]:
+    """Values of an argument on which the layers are compared, too."""
+    if type(value) is bool:
+        return [not value]
+    if type(value) in (int, float):
+        return [value + 1, value - 0.25 if isinstance(value, float) else value - 1]
+    default = inspect.signature(model.forward).parameters[name].default
+    return [] if default is inspect.Parameter.empty or default is value else [default]
+
+
+def _with(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example with one other argument."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    bound.arguments[name] = value
+    return bound.args, bound.kwargs
 
 
 def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> HuggingFaceLayers:
@@ -229,10 +294,10 @@ def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     layers = HuggingFaceLayers(model, given, lambda: _run_restored(model, whole))
     _check_complete(model, layers)
-    _compare(model, layers, whole, partial(_run_layers, model, layers, (), given), _run_restored(model, whole))
+    _compare(model, layers, whole, partial(_run_layers, model, layers, (), given))
     padded = _padded(model, given)
-    if padded is not None and not _equal_in_mode(
-        model.training, model, layers, partial(whole, padded), partial(_run_layers, model, layers, (), padded)
+    if padded is not None and False is _is_equal(
+        model, partial(whole, padded), partial(_run_layers, model, layers, (), padded)
     ):
         raise ValueError(
             f"model: {type(model).__name__} finds padding by the token ids, which only its first stage has; give "
@@ -255,46 +320,52 @@ def _padded(model: Any, example: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**example, "input_ids": ids}
 
 
-def _compare(
-    model: nn.Module, layers: Layers, whole: Callable[[], Any], sequence: Callable[[], Any], expected: torch.Tensor
-) -> None:
-    if expected.isnan().any():
+def _compare(model: nn.Module, layers: Layers, whole: Callable[[], Any], sequence: Callable[[], Any]) -> None:
+    name, expected = type(model).__name__, _run_restored(model, whole)
+    if any(tensor.isnan().any() for tensor in tensor_leaves(expected)):
         raise ValueError(
-            f"model: its output on the example has NaN ({type(model).__name__}), so its layers cannot be compared with "
-            "it; give another example, such as one without padding"
+            f"model: its output on the example has NaN ({name}), so its layers cannot be compared with it; give "
+            "another example, such as one without padding"
         )
-    same = torch.equal(_run_restored(model, sequence), expected)
+    same = _same(_run_restored(model, sequence), expected)
     same_in_other_mode = _equal_in_mode(not model.training, model, layers, whole, sequence)
-    if not (same or same_in_other_mode):
+    if same and same_in_other_mode is None and not model.training:
         raise ValueError(
-            f"model: its layers in sequence do not return the model's output ({type(model).__name__}); {instead(model)}"
+            f"model: in training, {name} fails on the example, so its layers cannot be compared with it; give an "
+            "example on which it can be trained, such as one of several rows"
         )
-    if not (same and same_in_other_mode):
-        raise ValueError(
-            f"model: in {'training' if model.training != same else 'evaluation'}, its layers in sequence do not return "
-            f"the model's output ({type(model).__name__}); make what its forward does between them, such as dropout, a "
-            f"module, or set its probability to 0, let blocks find the mode themselves, or {instead(model)}"
-        )
+    if same and same_in_other_mode is not False:
+        return
+    differ = f"its layers in sequence do not return the model's output, or draw other random numbers ({name})"
+    if not same and not same_in_other_mode:
+        raise ValueError(f"model: {differ}; {instead(model)}")
+    raise ValueError(
+        f"model: in {'training' if model.training != same else 'evaluation'}, {differ}; make what its forward does "
+        "between them, such as dropout, a module, or set its probability to 0, let blocks find the mode themselves, or "
+        f"{instead(model)}"
+    )
 
 
 def _run_restored(model: nn.Module, run: Callable[[], Result]) -> Result:
     """Return a run's result; restore the model and the random generators."""
-    with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), restored(model):
-        return run()
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), restored(model):
+            return run()
+    finally:
+        random.setstate(state)
 
 
 def _equal_in_mode(
     mode: bool, model: nn.Module, layers: Layers, whole: Callable[[], Any], sequence: Callable[[], Any]
-) -> bool:
-    """Compare in training or evaluation: a function between blocks, or an argument of one, may act only there."""
+) -> bool | None:
+    """`_is_equal` in training or evaluation: a function between blocks, or an argument of one, may act only there."""
     both = model, *layers
     modes = [(module, module.training) for part in both for module in part.modules()]
     try:
         for part in both:
             part.train(mode)
-        return torch.equal(_run_restored(model, whole), _run_restored(model, sequence))
-    except Exception:  # it cannot run so on the example, and this cannot be checked
-        return True
+        return _is_equal(model, whole, sequence)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -319,487 +390,3 @@ def _check_complete(model: nn.Module, layers: Layers) -> None:
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
     if missing:
         raise ValueError(f"model: no layer has {missing[0]}; {instead(model)}")
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A buffer of the model, by name: a step passes the one that is there, which may have been loaded or moved."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Shared:
-    """An argument of the first block, by position or name, that others get, too: stages pass it on."""
-
-    key: int | str
-
-
-@dataclass
-class Call:
-    """One call of a module.
-
-    Attributes:
-        version: of the output, if it is a tensor; grows with changes in place.
-        versions: of all tensors among the arguments at the call, by id.
-        has_grad: whether gradients were on at the call.
-        function: what the forward does with the output, if that was traced.
-    """
-
-    path: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    output: Any = None
-    version: int = 0
-    has_grad: bool = True
-    function: Function | None = None
-
-    def __post_init__(self) -> None:
-        self.versions = {id(tensor): version_of(tensor) for tensor in _tensors_of((self.args, self.kwargs))}
-
-
-class Function(fx.Tracer):
-    """What a forward does with the output of a module, up to the next one, traced as a function of that alone.
-
-    Args:
-        value: the output.
-
-    Attributes:
-        stand_in: for the forward in place of the output.
-        module: the function; None if the output is passed on as it is.
-    """
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.graph, self.root = fx.Graph(), nn.Module()
-        self.module: fx.GraphModule | None = None
-        self._value, self._mode = value, _mode_of(value)
-        self.stand_in = self.create_proxy("placeholder", "value", (), {})
-
-    def create_arg(self, a: Any) -> Any:
-        """Refuse tensors, which torch.fx would keep as constants."""
-        if isinstance(a, torch.Tensor):
-            raise TypeError("it uses another tensor")
-        return super().create_arg(a)
-
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Refuse calls in a context, which torch.fx does not record."""
-        if _mode_of(self._value) != self._mode:
-            raise TypeError("it has a no_grad or an autocast of its own")
-        return super().create_node(*args, **kwargs)
-
-    def end(self, result: Any) -> torch.Tensor:
-        """The value of the result, with which the function ends."""
-        if not isinstance(result, fx.Proxy):
-            raise TypeError(f"it makes a {type(result).__name__}")
-        if result.tracer is not self:
-            raise TypeError("it uses the output of an earlier module")
-        value = self._value
-        if len(self.graph.nodes) > 1:
-            self.graph.output(result.node)
-            self.module = fx.GraphModule(self.root, self.graph)
-            value = self.module(value)
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"it makes a {type(value).__name__}")
-        return value
-
-
-def _mode_of(value: Any) -> list[bool]:
-    devices = {tensor.device.type for tensor in _tensors_of(value)}
-    return [torch.is_grad_enabled(), *map(torch.is_autocast_enabled, sorted(devices))]
-
-
-def rows_of_modules(model: nn.Module) -> list[list[str]]:
-    """Candidates for a model's blocks: the members of each list, dict or sequence of modules, the most likely first.
-
-    Raises:
-        ValueError: if the model has none.
-    """
-    kinds = (nn.ModuleList, nn.ModuleDict | nn.Sequential)
-    found = []
-    for kind in kinds:
-        there = [(path, m) for path, m in model.named_modules() if path and isinstance(m, kind) and len(m) > 1]
-        there.sort(key=lambda pair: -sum(p.numel() for p in pair[1].parameters()))
-        found += [[f"{path}.{name}" for name in children_of(module)] for path, module in there]
-    # leave out submodules of blocks: the row would be one block, and its first layer the rest of the model
-    holders = [f"{row[0].rpartition('.')[0]}." for row in found]
-    found = [row for i, row in enumerate(found) if not row[0].startswith(tuple(holders[:i]))]
-    if not found:
-        raise ValueError(
-            f"model is a {type(model).__name__} without an nn.ModuleList, nn.ModuleDict or nn.Sequential of blocks; "
-            f"{INSTEAD}"
-        )
-    return found[:_MAX_TRIED]
-
-
-def row_of_modules(
-    model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Further], Any]:
-    """The names of a model's blocks and of the later modules with their further arguments, and the model's output.
-
-    Each but the first takes the output of the one before it, or a function of it, and further only buffers of the
-    model, what the first block gets, numbers, text and None. The model's output is the last one, or a function of it.
-    Anything may precede the first block.
-
-    Raises:
-        ValueError: if the model differs, with the place and a remedy.
-    """
-    calls: list[Call] = []
-    with torch.enable_grad(), _recording(model, blocks, calls):
-        output = model(*args, **kwargs)
-    names = [call.path for call in calls]
-    if names[: len(blocks)] != list(blocks):
-        found = ", ".join(names[: len(blocks)]) or "none"
-        listed = f"{blocks[0]} to {blocks[-1]}"
-        raise ValueError(f"model: its blocks are {listed}, and its forward called {found}; {INSTEAD}")
-    row = _row_by_name(model, calls)
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"model: {twice} is called twice; {INSTEAD}")
-    if not all(call.has_grad for call in calls):
-        _check_gradients(model, blocks, args, kwargs)
-    if not all(map(_is_fed, calls, [*calls[1:], Call("", (output,), {})])):
-        row = _row_by_name(model, _traced(model, blocks, args, kwargs, names))
-    return row, output
-
-
-def _traced(
-    model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
-) -> list[Call]:
-    """The calls of another run, with what the forward does after each."""
-    calls: list[Call] = []
-    try:
-        with torch.enable_grad(), _recording(model, blocks, calls, traces=True):
-            output = model(*args, **kwargs)
-        _concrete(calls, (output,))
-    except Exception as error:  # of the model's code, which gets proxies
-        at = len(calls) - 1
-        place = f"between {names[at]} and {names[at + 1]}" if at + 1 < len(names) else f"after {names[-1]}"
-        raise ValueError(
-            f"model: its forward does something {place} that torch.fx cannot trace as a function from tensor to tensor "
-            f"({first_line(error)}); make that a module, or a part of one, {INSTEAD}"
-        ) from error
-    return calls
-
-
-def _concrete(calls: Sequence[Call], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of the next module, with the tensor for which the first one stands in."""
-    function = calls[-1].function if calls else None
-    return args if function is None else (function.end(args[0] if args else None), *args[1:])
-
-
-def _check_gradients(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a forward that trains nothing in a block, by no_grad around it, where the block as a layer is trained.
-
-    In a reentrant checkpoint gradients are off, too, and its output requires one all the same.
-    """
-    calls: list[Call] = []
-    with torch.enable_grad(), _recording(model, blocks, calls, keeps_graph=True):
-        model(*args, **kwargs)
-    for call in calls:
-        given = [value for value in call.args[:1] if isinstance(value, torch.Tensor)]
-        is_trained = any(tensor.requires_grad for tensor in (*given, *model.get_submodule(call.path).parameters()))
-        has_grad = call.has_grad or any(tensor.requires_grad for tensor in _tensors_of(call.output))
-        if is_trained and not has_grad:
-            raise ValueError(
-                f"model: its forward runs {call.path} without gradients (in torch.no_grad(), say), and as a layer it "
-                "would have them: freeze its parameters, and those before it, by requires_grad_(False)"
-            )
-
-
-def _row_by_name(model: nn.Module, calls: Sequence[Call]) -> dict[str, Further]:
-    """The further arguments of each call, by its path: equal in every step, or the first block's."""
-    first, *_ = calls
-    given: dict[int | str, Any] = dict(enumerate(first.args[1:], 1)) | dict(first.kwargs)
-    known: dict[int, Any] = {id(v): Shared(key) for key, v in given.items() if isinstance(v, torch.Tensor | tuple)}
-    known |= {id(buffer): Buffer(name) for name, buffer in model.named_buffers()}
-    shared = [value for value in given.values() if isinstance(known.get(id(value)), Shared)]
-    if any(first.versions[id(tensor)] != version_of(tensor) for tensor in _tensors_of(shared)):
-        raise ValueError(f"model: its blocks change an argument beside their input in place; {INSTEAD}")
-    row = {}
-    for call in calls:
-        values = [*call.args[1:], *call.kwargs.values()]
-        others = [v for v in values if not (id(v) in known or v is None or type(v) in (bool, int, float, str))]
-        if others:
-            raise ValueError(
-                f"model: {call.path} gets {len(others)} more arguments than its input that are not buffers of the "
-                f"model, nor arguments of the first block; {INSTEAD}"
-            )
-        args = tuple(known.get(id(a), a) for a in call.args[1:])
-        after = None if call.function is None else call.function.module
-        row[call.path] = Further(args, {name: known.get(id(a), a) for name, a in call.kwargs.items()}, after)
-    return row
-
-
-def _tensors_of(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-@contextlib.contextmanager
-def _recording(
-    model: nn.Module,
-    blocks: Sequence[str],
-    calls: list[Call],
-    *,
-    keeps_graph: bool = False,
-    traces: bool = False,
-) -> Iterator[None]:
-    """Record the calls of the blocks, and after the first block all outermost calls of modules.
-
-    Without ``keeps_graph`` gradients are off within modules, as activations of the whole model may not fit.
-
-    Args:
-        traces: the calls get a `Function`, as the model's forward gets proxies in place of the outputs.
-    """
-    open_calls: list[Call] = []
-    entered = _holders_of(blocks[:1]) | _later_rows(model, blocks)
-    handles = []
-
-    def enter(path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if not open_calls and (calls or path in blocks):
-            if traces:
-                args = _concrete(calls, args)
-            calls.append(Call(path, args, kwargs))
-        call = calls[-1] if calls else Call(path, args, kwargs)
-        if not open_calls:
-            call.has_grad = torch.is_grad_enabled()
-            torch.set_grad_enabled(call.has_grad and keeps_graph)
-        open_calls.append(call)
-        return args, kwargs
-
-    def leave(output: Any) -> Any:
-        call = open_calls.pop()
-        if not open_calls:
-            torch.set_grad_enabled(call.has_grad)
-            call.output = output
-            call.version = version_of(output) if isinstance(output, torch.Tensor) else 0
-            if traces and calls:
-                call.function = Function(output)
-                return call.function.stand_in
-        return output
-
-    for path in {name for name, _ in model.named_modules()} - entered:
-        hook = partial(lambda path, _, args, kwargs: enter(path, args, kwargs), path)
-        # the user's hooks get what the module gets, and no proxy
-        handles.append(model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-        handles.append(model.get_submodule(path).register_forward_hook(lambda _, __, output: leave(output)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _is_fed(before: Call, after: Call) -> bool:
-    """Whether a module gets the tensor that the previous one returns."""
-    given = after.args[0] if after.args else None
-    is_passed_on = isinstance(given, torch.Tensor) and given is before.output
-    return is_passed_on and after.versions[id(given)] == before.version
-
-
-class RowStage(WholeNames):
-    """Consecutive layers of a model with a row of modules.
-
-    Args:
-        model: the unsplit model; its modules are used, not copied.
-        given: the names of the modules in the row, with their further arguments.
-        layers: 0 for the model's forward up to the row, whose modules count from 1.
-    """
-
-    def __init__(self, model: nn.Module, given: Mapping[str, Further], layers: Sequence[int]) -> None:
-        super().__init__()
-        row = list(given)
-        own = [row[layer - 1] for layer in layers if layer]
-        begins = 0 in layers
-        # other arguments of the first block travel with the value as far as they are used
-        self._arriving = [] if begins else _shared_keys(given, row[min(layers) - 1 :])
-        self._leaving = _shared_keys(given, row[max(layers) :])
-        kept = _kept(model, "", row, own, begins)
-        assert kept is not None
-        torch_private.share_tensors(self, kept)
-        torch_private.set_children(self, children_of(kept))
-        # not children: they are submodules already, under the model's names
-        self._own = [(model.get_submodule(path), given[path]) for path in own]
-        copied: list[tuple[nn.Module, nn.Module]] = []
-        self._before = [(_before_row(model, "", given, copied), given[row[0]])] if begins else []
-        if begins:
-            self.stand_for(model, copied)
-        for _, further in (*self._own, *self._before):
-            self._share_buffers(model, further)
-        self._names = accepted_names(model) if begins else frozenset()
-        self._recomputes = False
-
-    def accepts(self) -> frozenset[str] | None:
-        """The accepted keyword arguments: the model's, before the row."""
-        return self._names
-
-    def recomputes(self, way: str) -> bool:
-        """Recompute each module of the row by itself."""
-        self._recomputes = way == LAYERS
-        return way != FULL
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layers on the output of the previous layer."""
-        value = args[0] if args else None
-        shared = dict(zip(self._arriving, args[1:], strict=False))
-        for model, further in self._before:
-            value, shared = self._run_before(model, further, args, kwargs)
-        for module, further in self._own:
-            others, named = self._present(further, shared)
-            # another stage may have moved the model's buffer
-            inputs = value, *(_on_device_of(value, other) for other in others)
-            named = {name: _on_device_of(value, other) for name, other in named.items()}
-            value = recomputed(module, module, inputs, named) if self._recomputes else module(*inputs, **named)
-            if further.after is not None:
-                value = further.after(value)
-        return (value, *(shared[key] for key in self._leaving)) if self._leaving else value
-
-    def _share_buffers(self, model: nn.Module, further: Further) -> None:
-        """Hold the buffers that a module gets, under the model's names: they are loaded and saved with this stage."""
-        for path in {v.name.rpartition(".")[0] for v in further.values() if isinstance(v, Buffer)}:
-            holder: nn.Module = self
-            for name in path.split(".") if path else ():
-                if name not in children_of(holder):
-                    holder.add_module(name, nn.Module())
-                holder = holder.get_submodule(name)
-            torch_private.share_buffers(holder, model.get_submodule(path))
-
-    def _present(self, further: Further, shared: Mapping[int | str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Further arguments, with the buffers that are there now, and what the first block gets in this microbatch."""
-
-        def found(value: Any) -> Any:
-            if isinstance(value, Shared):
-                return shared[value.key]
-            return self.get_buffer(value.name) if isinstance(value, Buffer) else value
-
-        return tuple(map(found, further.args)), {name: found(value) for name, value in further.kwargs.items()}
-
-    def _run_before(
-        self, model: nn.Module, further: Further, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[int | str, Any]]:
-        """The input of the first block, and its other arguments that are passed on."""
-        self.follow_modes()
-        buffers = [self.get_buffer(value.name) for value in further.values() if isinstance(value, Buffer)]
-        versions = list(map(version_of, buffers))
-        try:
-            model(*args, **kwargs)
-        except _Reached as reached:  # itself not kept: its traceback has this frame, and holds what the forward made
-            found, found_named = reached.call
-        else:
-            raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
-        given = dict(enumerate(found)) | found_named
-        keys = set(further.shared())
-        shared = {key: given[key] for key in keys if isinstance(given.get(key), torch.Tensor | tuple)}
-        same = len(found) == 1 + len(further.args) and found_named.keys() == further.kwargs.keys()
-        if same and len(shared) == len(keys):
-            others, named = self._present(further, shared)
-            pairs = [*zip(found[1:], others, strict=True), *((a, named[name]) for name, a in found_named.items())]
-            same = all(_is_same(a, b) for a, b in pairs)
-        if not same or len(shared) < len(keys):
-            raise ValueError(
-                "split: the model's blocks get other arguments than on the example that it was split with; give these "
-                "in the example, too"
-            )
-        if versions != list(map(version_of, buffers)):
-            raise ValueError(
-                "split: the model's forward writes to a buffer that it gives to its blocks, and other stages may have "
-                "their own; make that a part of the blocks, or pass the model's layers as a list"
-            )
-        return found[0], shared
-
-
-def _shared_keys(given: Mapping[str, Further], row: Iterable[str]) -> list[int | str]:
-    """What is passed on to these modules, in the order of its first use in the whole row."""
-    used = {key for name in row for key in given[name].shared()}
-    return [key for key in dict.fromkeys(key for further in given.values() for key in further.shared()) if key in used]
-
-
-class _Reached(BaseException):
-    """Raised when the model's forward reaches the row, with the arguments of the first block."""
-
-    def __init__(self, *call: Any) -> None:
-        super().__init__()
-        self.call = call
-
-
-def _end(block: nn.Module) -> nn.Module:
-    """Replaces a module of the row, to end the model's forward, which may read attributes of it before."""
-    module = nn.Module()
-    vars(module).update(attributes_of(block))
-    module.register_forward_pre_hook(_reach, with_kwargs=True)
-    return module
-
-
-def _reach(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    raise _Reached(args, kwargs)
-
-
-def _is_same(found: Any, known: Any) -> bool:
-    if isinstance(found, torch.Tensor) or isinstance(known, torch.Tensor):
-        return found is known
-    return type(found) is type(known) and bool(found == known)
-
-
-def _on_device_of(value: Any, other: Any) -> Any:
-    return other.to(value.device) if isinstance(other, torch.Tensor) else other
-
-
-def _holds(path: str, row: Collection[str]) -> bool:
-    return not path or any(name.startswith(f"{path}.") for name in row)
-
-
-def _kept(module: nn.Module, path: str, row: Collection[str], own: Sequence[str], begins: bool) -> nn.Module | None:
-    """A stage's part of a module: all, some submodules under the same names, or None."""
-    if path in row or not _holds(path, row):
-        return module if (path in own if path in row else begins) else None
-    holder = nn.Module()
-    if begins:
-        torch_private.share_tensors(holder, module)
-    for name, child in children_of(module).items():
-        kept = None if child is None else _kept(child, _join(path, name), row, own, begins)
-        if kept is not None:
-            holder.add_module(name, kept)
-    return holder
-
-
-def _before_row(
-    module: nn.Module, path: str, row: Mapping[str, Further], copied: list[tuple[nn.Module, nn.Module]]
-) -> nn.Module:
-    """A copy of the model without its row, which ends where the row begins.
-
-    Args:
-        copied: gets the copies of modules, and these.
-    """
-    if path in row:
-        return _end(module)
-    if not _holds(path, row):
-        return module
-    twin: nn.Module = shallow(module)
-    copied.append((twin, module))
-    for name, child in children_of(module).items():
-        own = None if child is None else _before_row(child, _join(path, name), row, copied)
-        children_of(twin)[name] = own
-    return twin
-
-
-def _later_rows(model: nn.Module, blocks: Collection[str]) -> set[str]:
-    """The outermost Sequentials that may follow the blocks; their members are called instead of them."""
-    found: set[str] = set()
-    for path, module in model.named_modules():
-        is_within = path.startswith(tuple(f"{other}." for other in (*blocks, *found)))
-        is_plain = (
-            type(module) is nn.Sequential and "forward" not in vars(module) and not torch_private.has_hooks(module)
-        )
-        if is_plain and len(children_of(module)) and path not in blocks and not is_within:
-            found.add(path)
-    return found
-
-
-def _holders_of(row: Iterable[str]) -> set[str]:
-    """The modules that contain those of a row."""
-    parts = [name.split(".") for name in row]
-    return {".".join(names[:n]) for names in parts for n in range(len(names))}
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
