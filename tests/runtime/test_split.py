@@ -386,6 +386,16 @@ def test_rows_that_follow_each_other() -> None:
     assert len(fastpipe.split(model, x[:2])) == 1 + 2 + 1 + 1 + 2
 
 
+def test_blocks_that_are_no_layers_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The head is a list, too, and the only one that is split."""
+    model = Wrong(lambda m, x: m.head(m.inner["norm"](through(m, x) + x)))
+    model.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY))
+    layers = fastpipe.split(model, batch()[0])
+    assert len(layers) == 1 + 2
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "of the parameters are in the first layer" in said and "between inner.blocks.5 and inner.norm" in said
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_no_row_in_training_is_refused(training: bool) -> None:
     """A model that is handed over to be evaluated may be trained later."""

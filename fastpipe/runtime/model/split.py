@@ -139,10 +139,21 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             refusals[i] = error
     for i, row in sorted(found.items(), key=lambda item: -len(item[1])):
         try:
-            return _layers_of(model, row, example, kwargs)
+            layers = _layers_of(model, row, example, kwargs)
         except ValueError as error:
             refusals[i] = error
+            continue
+        _warn_of_first(layers, [refusals[number] for number in sorted(refusals)])
+        return layers
     raise refusals[min(refusals)]  # that of the most likely candidate says most
+
+
+def _warn_of_first(layers: Layers, refusals: Sequence[ValueError]) -> None:
+    """Say why the blocks are not layers, if another list was taken for them, and most of the model precedes it."""
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    if refusals and 2 * sizes[0] > sum(sizes):
+        text = "split: %.0f %% of the parameters are in the first layer, as the larger list of blocks is refused: %s"
+        logger.warning(text, 100 * sizes[0] / sum(sizes), refusals[0])
 
 
 def _layers_of(
