@@ -415,7 +415,8 @@ class RowStage(WholeNames):
         self._before = [(_before_row(model, "", given, copied), given[row[0]])] if begins else []
         if begins:
             self.stand_for(model, copied)
-        self._fixed, self._constants, self._holders = fixed, constants, holders_of(row)
+            self._signature = inspect.signature(model.forward)
+        self._fixed, self._constants = fixed, constants
         for _, further in (*self._own, *self._before):
             self._share_buffers(model, further)
         self._names = accepted_names(model) if begins else frozenset()
@@ -471,7 +472,7 @@ class RowStage(WholeNames):
     ) -> tuple[Any, dict[int | str, Any]]:
         """The input of the first block, and its other arguments that are passed on."""
         self.follow_modes()
-        self._check_unchanged(arguments_of(model, args, kwargs))
+        self._check_unchanged(arguments_of(self._signature, args, kwargs))
         buffers = [self.get_buffer(value.name) for value in further.values() if isinstance(value, Buffer)]
         versions = list(map(version_of, buffers))
         try:
@@ -511,13 +512,16 @@ class RowStage(WholeNames):
                     "example"
                 )
         model = self._original.find()
-        now = {} if model is None else state_of(model, self._holders)
+        if model is None:
+            return
         for name, value in self._constants.items():
-            if name in now and not _is_same(now[name][0], value):
+            path, _, attribute = name.rpartition(".")
+            now = getattr(model.get_submodule(path), attribute, value)
+            if not _is_same(now, value):
                 raise ValueError(
-                    f"model: {name} was {value!r} when the model was split and is {now[name][0]!r} now, and stages "
-                    "keep the first value: make it a buffer, an argument of the forward, or an attribute of a block, "
-                    "or split the model and build the Pipeline again"
+                    f"model: {name} was {value!r} when the model was split and is {now!r} now, and stages keep the "
+                    "first value: make it a buffer, an argument of the forward, or an attribute of a block, or split "
+                    "the model and build the Pipeline again; keep it elsewhere if the forward does not read it"
                 )
 
 
@@ -622,9 +626,9 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def arguments_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a model's forward by name, with defaults."""
-    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward by name, with defaults."""
+    bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
 

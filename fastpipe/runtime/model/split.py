@@ -191,7 +191,7 @@ def _layers_of(
                 f"from the blocks' output, {INSTEAD}"
             )
     fixed = {}
-    for name, value in arguments_of(model, example, kwargs).items():
+    for name, value in arguments_of(inspect.signature(model.forward), example, kwargs).items():
         others = [_with(model, example, kwargs, name, other) for other in _other_values(model, name, value)]
         found = {_is_equal(model, partial(whole, *other), partial(sequence, *other)) for other in others} - {None}
         if found != {True}:
