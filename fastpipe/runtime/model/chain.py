@@ -15,7 +15,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -466,6 +466,23 @@ def shallow(module: Any) -> Any:
     torch_private.set_children(twin, dict(children_of(module)))
     vars(twin).pop("forward", None)
     return twin
+
+
+_OF_A_STAGE = ("training", "forward")
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes without its memory: tensors are on meta, submodules are namespaces of theirs.
+
+    Without its mode: the stages have their own.
+    """
+    public = {name: value for name, value in vars(module).items() if name[0] != "_" and name not in _OF_A_STAGE}
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return (
+        public
+        | {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors}
+        | {n: SimpleNamespace(**attributes_of(child)) for n, child in children_of(module).items() if child is not None}
+    )
 
 
 def whole(model: nn.Module | Sequence[nn.Module]) -> nn.Module:

@@ -14,14 +14,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fastpipe.runtime.common import children_of, cuda_devices, first_line, parameters_of, torch_private
-from fastpipe.runtime.model.chain import FULL, LAYERS, Layers, WholeNames, check_forward, recomputed, shallow
+from fastpipe.runtime.model.chain import (
+    FULL,
+    LAYERS,
+    Layers,
+    WholeNames,
+    attributes_of,
+    check_forward,
+    recomputed,
+    shallow,
+)
 
 _KINDS = """
     apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3_text
@@ -555,23 +563,6 @@ class Blocks(nn.ModuleList):
             found = recomputed(block, block, inputs, kwargs) if flow.recomputes else block(*inputs, **kwargs)
             flow.hidden = found[0] if self._length else found
         return found
-
-
-_OF_A_STAGE = ("training", "forward")
-
-
-def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes without its memory: tensors are on meta, submodules are namespaces of theirs.
-
-    Without its mode: the stages have their own.
-    """
-    public = {name: value for name, value in vars(module).items() if name[0] != "_" and name not in _OF_A_STAGE}
-    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    return (
-        public
-        | {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors}
-        | {n: SimpleNamespace(**attributes_of(child)) for n, child in children_of(module).items() if child is not None}
-    )
 
 
 class Placeholder(nn.Module):

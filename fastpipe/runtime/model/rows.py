@@ -17,8 +17,8 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from fastpipe.runtime.common import children_of, first_line, pytree, tensor_leaves, torch_private, version_of
-from fastpipe.runtime.model.chain import FULL, LAYERS, WholeNames, accepted_names, recomputed, shallow
-from fastpipe.runtime.model.hugging_face import INSTEAD, attributes_of
+from fastpipe.runtime.model.chain import FULL, LAYERS, WholeNames, accepted_names, attributes_of, recomputed, shallow
+from fastpipe.runtime.model.hugging_face import INSTEAD
 
 _MAX_TRIED = 4
 
@@ -405,14 +405,15 @@ class RowStage(WholeNames):
         # other arguments of the first block travel with the value as far as they are used
         self._arriving = [] if begins else _shared_keys(given, row[min(layers) - 1 :])
         self._leaving = _shared_keys(given, row[max(layers) :])
-        kept = _kept(model, "", row, own, begins)
+        holders = holders_of(row)
+        kept = _kept(model, "", row, holders, own, begins)
         assert kept is not None
         torch_private.share_tensors(self, kept)
         torch_private.set_children(self, children_of(kept))
         # not children: they are submodules already, under the model's names
         self._own = [(model.get_submodule(path), given[path]) for path in own]
         copied: list[tuple[nn.Module, nn.Module]] = []
-        self._before = [(_before_row(model, "", given, copied), given[row[0]])] if begins else []
+        self._before = [(_before_row(model, "", given, holders, copied), given[row[0]])] if begins else []
         if begins:
             self.stand_for(model, copied)
             self._signature = inspect.signature(model.forward)
@@ -565,26 +566,28 @@ def _on_device_of(value: Any, other: Any) -> Any:
     return other.to(value.device) if isinstance(other, torch.Tensor) else other
 
 
-def _holds(path: str, row: Collection[str]) -> bool:
-    return not path or any(name.startswith(f"{path}.") for name in row)
-
-
-def _kept(module: nn.Module, path: str, row: Collection[str], own: Sequence[str], begins: bool) -> nn.Module | None:
+def _kept(
+    module: nn.Module, path: str, row: Collection[str], holders: Collection[str], own: Sequence[str], begins: bool
+) -> nn.Module | None:
     """A stage's part of a module: all, some submodules under the same names, or None."""
-    if path in row or not _holds(path, row):
+    if path in row or path not in holders:
         return module if (path in own if path in row else begins) else None
     holder = nn.Module()
     if begins:
         torch_private.share_tensors(holder, module)
     for name, child in children_of(module).items():
-        kept = None if child is None else _kept(child, _join(path, name), row, own, begins)
+        kept = None if child is None else _kept(child, _join(path, name), row, holders, own, begins)
         if kept is not None:
             holder.add_module(name, kept)
     return holder
 
 
 def _before_row(
-    module: nn.Module, path: str, row: Mapping[str, Further], copied: list[tuple[nn.Module, nn.Module]]
+    module: nn.Module,
+    path: str,
+    row: Collection[str],
+    holders: Collection[str],
+    copied: list[tuple[nn.Module, nn.Module]],
 ) -> nn.Module:
     """A copy of the model without its row, which ends where the row begins.
 
@@ -593,12 +596,12 @@ def _before_row(
     """
     if path in row:
         return _end(module)
-    if not _holds(path, row):
+    if path not in holders:
         return module
     twin: nn.Module = shallow(module)
     copied.append((twin, module))
     for name, child in children_of(module).items():
-        own = None if child is None else _before_row(child, _join(path, name), row, copied)
+        own = None if child is None else _before_row(child, _join(path, name), row, holders, copied)
         children_of(twin)[name] = own
     return twin
 

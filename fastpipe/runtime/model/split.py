@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -159,14 +160,15 @@ def _warn_of_first(layers: Layers, refusals: Sequence[ValueError]) -> None:
 def _layers_of(
     model: nn.Module, row: Mapping[str, Further], example: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Layers:
-    for path in holders_of(row):
+    holders = holders_of(row)
+    for path in holders:
         check_whole_unhooked(model.get_submodule(path))
 
     def made(fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> Layers:
         make = partial(RowStage, model, row, fixed, constants)
         return Layers((make([layer]) for layer in range(len(row) + 1)), make=make)
 
-    layers, before = made({}, {}), state_of(model, holders_of(row))
+    layers, before = made({}, {}), state_of(model, holders)
     _check_complete(model, layers)
 
     def whole(args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Any:
@@ -191,12 +193,18 @@ def _layers_of(
                 f"from the blocks' output, {INSTEAD}"
             )
     fixed = {}
-    for name, value in arguments_of(inspect.signature(model.forward), example, kwargs).items():
-        others = [_with(model, example, kwargs, name, other) for other in _other_values(model, name, value)]
-        found = {_is_equal(model, partial(whole, *other), partial(sequence, *other)) for other in others} - {None}
+    signature = inspect.signature(model.forward)
+    given = arguments_of(signature, example, kwargs)
+    for name, value in given.items():
+        others = [
+            inspect.BoundArguments(signature, OrderedDict(given | {name: other}))
+            for other in _other_values(value, signature.parameters[name].default)
+        ]
+        runs = [(partial(run, other.args, other.kwargs) for run in (whole, sequence)) for other in others]
+        found = {_is_equal(model, *pair) for pair in runs} - {None}
         if found != {True}:
             fixed[name] = without_tensors(value)
-    after = state_of(model, holders_of(row))
+    after = state_of(model, holders)
     return made(fixed, {name: value for name, (value, _) in before.items() if _is_constant(name, value, after)})
 
 
@@ -271,24 +279,13 @@ def _other_tensors(
             yield f"another number of {f'elements in dimension {dim}' if dim else 'rows'}", args, named
 
 
-def _other_values(model: nn.Module, name: str, value: Any) -> list[Any]:
+def _other_values(value: Any, default: Any) -> list[Any]:
     """Values of an argument on which the layers are compared, too."""
     if type(value) is bool:
         return [not value]
     if type(value) in (int, float):
         return [value + 1, value - 0.25 if isinstance(value, float) else value - 1]
-    default = inspect.signature(model.forward).parameters[name].default
     return [] if default is inspect.Parameter.empty or default is value else [default]
-
-
-def _with(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The example with one other argument."""
-    bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    bound.arguments[name] = value
-    return bound.args, bound.kwargs
 
 
 def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> HuggingFaceLayers:
