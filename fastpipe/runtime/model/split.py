@@ -2,8 +2,8 @@
 
 The layers in sequence return the model's output; otherwise an error states the reason. Those of a model of Hugging Face
 are in `hugging_face.py`. Of another model with a list of blocks they are what precedes the blocks, every block, and
-every later module (`rows.py`). Both are compared with the model on an example; the latter also on what a later step may
-have: another mode, autocast, sizes and arguments.
+every later module (`row_graph.py`). Both are compared with the model on an example; the latter also on what a later
+step may have: another mode, autocast, sizes and arguments.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from fastpipe.runtime.model.chain import (
 )
 from fastpipe.runtime.model.cuts import restored
 from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, instead, is_hugging_face, no_cache
+from fastpipe.runtime.model.row_graph import row_of_modules, rows_of_modules
 from fastpipe.runtime.model.rows import (
-    Further,
     OtherInputsError,
+    Row,
     RowStage,
     arguments_of,
     holders_of,
-    row_of_modules,
-    rows_of_modules,
     state_of,
     without_tensors,
 )
@@ -64,11 +63,11 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
               language models, such as Llama, GPT-2, Qwen3 and DeepSeek-V3, need no example. Others are split by
               running an example, on which the layers are compared with the model.
             * Another module with an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of blocks, with an
-              example: the part of its forward before the first block, every block, and every later module. Each block
-              and later module must take the output of the one before it, or a function of it alone that `torch.fx` can
-              trace, such as ``x.mean(1)``, and further only what the first block gets, too, buffers of the model, and
-              constants. Running the example, some twenty times, checks this, and compares the layers with the model:
-              in training and evaluation, under autocast, and with other sizes and numbers.
+              example: the part of its forward before the first block, every block, and every later module. From the
+              first block on, modules, and functions between them that `torch.fx` can trace, must use each other's
+              results, arguments of the forward and of the first block, buffers of the model, and constants only.
+              Running the example, some twenty times, checks this, and compares the layers with the model: in training
+              and evaluation, under autocast, and with other sizes and numbers.
         example: one microbatch, as the model takes it; required for the last kind.
         kwargs: keyword arguments of the example. Of the last kind a step must have the same ones, with the same
             values where these are no tensors and the comparison finds that layers would not follow them.
@@ -138,7 +137,7 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             found[i] = _run_restored(model, partial(row_of_modules, model, blocks, example, kwargs))
         except ValueError as error:
             refusals[i] = error
-    for i, row in sorted(found.items(), key=lambda item: -len(item[1])):
+    for i, row in sorted(found.items(), key=lambda item: -len(item[1].layers)):
         try:
             layers = _layers_of(model, row, example, kwargs)
         except ValueError as error:
@@ -157,25 +156,23 @@ def _warn_of_first(layers: Layers, refusals: Sequence[ValueError]) -> None:
         logger.warning(text, 100 * sizes[0] / sum(sizes), refusals[0])
 
 
-def _layers_of(
-    model: nn.Module, row: Mapping[str, Further], example: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Layers:
-    holders = holders_of(row)
+def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
+    holders = holders_of(row.layers)
     for path in holders:
         check_whole_unhooked(model.get_submodule(path))
 
     def made(fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> Layers:
         make = partial(RowStage, model, row, fixed, constants)
-        return Layers((make([layer]) for layer in range(len(row) + 1)), make=make)
+        return Layers((make([layer]) for layer in range(len(row.layers) + 1)), make=make)
 
     layers, before = made({}, {}), state_of(model, holders)
     _check_complete(model, layers)
 
     def whole(args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Any:
-        return _observed(model, row, lambda: model(*args, **named))
+        return _observed(model, row.layers, lambda: model(*args, **named))
 
     def sequence(args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Any:
-        return _observed(model, row, lambda: _run_layers(model, layers, args, named))
+        return _observed(model, row.layers, lambda: _run_layers(model, layers, args, named))
 
     _compare(model, layers, whole, sequence)
     device = next((tensor.device.type for tensor in model.parameters()), "cpu")
