@@ -261,10 +261,6 @@ WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
         lambda m, x: (y := m.inner["norm"](through(m, x)), m.head(y.detach()), y.view(-1).mul_(2))[1:],
         "changes in place a value of which later layers have a view",
     ),
-    "a parameter with a size": (
-        lambda m, x: (y := through(m, x), ending(m, torch.cat([y, m.shift.expand(y.shape[0], 1, -1)], 1)))[1],
-        "between inner.blocks.5 and inner.norm .*a parameter belongs in a module",
-    ),
     "a new tensor": (
         lambda m, x: ending(m, through(m, x) + torch.ones(1)),
         "between inner.blocks.5 and inner.norm .*a tensor that is no argument .* and no buffer",

@@ -68,8 +68,8 @@ class Tail(fx.Tracer):
         return [torch.is_grad_enabled(), *map(torch.is_autocast_enabled, self._devices)]
 
     def knows(self, value: Any) -> bool:
-        """Whether a value is of the graph."""
-        return isinstance(value, fx.Proxy) or id(value) in self._nodes or id(value) in self._names
+        """Whether a value is a tensor of the graph."""
+        return id(value) in self._nodes or id(value) in self._names
 
     def hold(self, node: fx.Node, value: Any) -> None:
         """Set the value of a node."""
@@ -430,7 +430,7 @@ class _Recording(TorchFunctionMode):
             if self._traces:
                 raise TypeError("it reads the value of a tensor")
             self.has_functions = True
-        if self._traces and any(map(self.tail.knows, pytree.tree_leaves((args, kwargs)))):
+        if self._traces and any(map(self.tail.knows, tensor_leaves((args, kwargs)))):
             return self.tail.of_tensors(func, args, kwargs)
         return func(*args, **kwargs)
 
