@@ -106,7 +106,7 @@ class Tail(fx.Tracer):
             node = self.create_node("get_attr", self._names[id(a)], (), {})
             self.hold(node, a)
             return node
-        raise TypeError(
+        raise ValueError(
             "it uses a tensor that is no argument of the model or of its first block, and no buffer; a parameter "
             "belongs in a module, that of a tied head in an nn.Linear"
         )
@@ -114,7 +114,7 @@ class Tail(fx.Tracer):
     def create_proxy(self, kind: str, *args: Any, **kwargs: Any) -> fx.Proxy:
         """Compute a function. One in a context is refused, as torch.fx does not record that."""
         if self._modes() != self._mode:
-            raise TypeError("it has a no_grad or an autocast of its own")
+            raise ValueError("it has a no_grad or an autocast of its own")
         proxy = super().create_proxy(kind, *args, **kwargs)
         with self.computing():
             self.hold(proxy.node, _computed(proxy.node))
@@ -136,10 +136,10 @@ class Tail(fx.Tracer):
         """End with the model's output.
 
         Raises:
-            TypeError: if it cannot be an output, or a layer would change a value that another one has.
+            ValueError: if it cannot be an output, or a layer would change a value that another one has.
         """
         if isinstance(output, dict) and type(output) is not dict:
-            raise TypeError(f"it makes a {type(output).__name__}")
+            raise ValueError(f"it makes a {type(output).__name__}")
         self.graph.output(self.create_arg(output))
         inputs = [node.meta["key"] for node in _alive(_numbers(self.graph), 1)]
         return Row(_cut(self.graph), inputs, self.given, self.buffers)
@@ -281,7 +281,7 @@ def _check_unshared(alive: Sequence[fx.Node]) -> None:
     for pointer, nodes in found.items():
         known = max(node.meta["version"] for node in nodes)
         if pointer and len(nodes) > 1 and any(version_of(node.meta["value"]) > known for node in nodes):
-            raise TypeError("it changes in place a value of which later layers have a view, too")
+            raise ValueError("it changes in place a value of which later layers have a view, too")
 
 
 def _cut(graph: fx.Graph) -> dict[str, RowLayer]:
@@ -401,7 +401,7 @@ class _Recording(TorchFunctionMode):
         self.has_functions |= bool(self.calls) and self._versions != self.tail.versions()
         try:
             self.tail.call(path, args, kwargs)
-        except (TypeError, NotImplementedError):
+        except (ValueError, NotImplementedError):
             self.has_functions = True
         return args, kwargs
 
@@ -428,7 +428,7 @@ class _Recording(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _READS:
             if self._traces:
-                raise TypeError("it reads the value of a tensor")
+                raise ValueError("it reads the value of a tensor")
             self.has_functions = True
         if self._traces and any(map(self.tail.knows, tensor_leaves((args, kwargs)))):
             return self.tail.of_tensors(func, args, kwargs)
