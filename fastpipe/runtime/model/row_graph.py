@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastpipe.runtime.common import children_of, first_line, pytree, tensor_leaves, torch_private, version_of
 from fastpipe.runtime.model.hugging_face import INSTEAD
-from fastpipe.runtime.model.rows import Row, RowLayer, arguments_of, holders_of, state_of, without_tensors
+from fastpipe.runtime.model.rows import Row, RowLayer, Variable, holders_of, state_of, variables_in, without_tensors
 
 _MAX_TRIED = 4
 
@@ -47,16 +47,16 @@ class Tail(fx.Tracer):
         self._devices: list[str] = []
         self._mode: list[bool] = []
 
-    def begin(self, args: Any, kwargs: Any, arguments: Mapping[str, Any]) -> None:
-        """Take the tensors among the first block's arguments, and among the model's, as inputs."""
+    def begin(self, args: Any, kwargs: Any, variables: Mapping[Variable, torch.Tensor]) -> None:
+        """Take the tensors among the first block's arguments, and in the forward's variables, as inputs."""
         leaves = pytree.tree_leaves((args, kwargs))
         self.given = without_tensors((args, kwargs))
         self.buffers = {i: self._names[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in self._names}
         self._devices = sorted({tensor.device.type for tensor in tensor_leaves(leaves)})
         self.follow_mode()
-        for key, value in (*enumerate(leaves), *arguments.items()):
+        for key, value in (*enumerate(leaves), *variables.items()):
             if isinstance(value, torch.Tensor) and not self.knows(value):
-                node = self.graph.placeholder(f"input_{key}")
+                node = self.graph.placeholder("input")
                 node.meta["key"] = key
                 self.hold(node, value)
 
@@ -107,8 +107,8 @@ class Tail(fx.Tracer):
             self.hold(node, a)
             return node
         raise ValueError(
-            "it uses a tensor that is no argument of the model or of its first block, and no buffer; a parameter "
-            "belongs in a module, that of a tied head in an nn.Linear"
+            "it uses a tensor that was in no variable at the first block, and is no buffer; a parameter belongs in a "
+            "module, that of a tied head in an nn.Linear"
         )
 
     def create_proxy(self, kind: str, *args: Any, **kwargs: Any) -> fx.Proxy:
@@ -194,7 +194,7 @@ def row_of_modules(model: nn.Module, blocks: Sequence[str], args: Sequence[Any],
     """The layers of a model from its first block on.
 
     Anything may precede the first block. From there on, modules and functions that `torch.fx` can trace take what they
-    return, the arguments of the model and of the first block, buffers, numbers, text and None.
+    return, tensors in variables of the forward when the first block begins, buffers, numbers, text and None.
 
     Raises:
         ValueError: if the model differs, with the place and a remedy.
@@ -325,6 +325,15 @@ class Call:
     has_grad: bool = True
 
 
+def _variables() -> dict[Variable, torch.Tensor]:
+    """The `variables_in` the forward that a `_Recording` runs."""
+    frames, frame = [], inspect.currentframe()
+    while frame is not None and frame.f_code is not _Recording.run.__code__:
+        frames += [frame] if frame.f_globals is not globals() else []
+        frame = frame.f_back
+    return variables_in(frames)
+
+
 class _Recording(TorchFunctionMode):
     """Records the calls of the blocks, and after the first block all outermost calls of modules.
 
@@ -350,12 +359,10 @@ class _Recording(TorchFunctionMode):
         self._open: list[Call] = []
         self._is_between = False
         self._state: dict[str, tuple[Any, int]] = {}
-        self._arguments: Mapping[str, Any] = {}
         self._versions: list[int] = []
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the model's output; in its place proxies, if it is traced."""
-        self._arguments = arguments_of(inspect.signature(self._model.forward), tuple(args), kwargs)
         handles = []
         for path in {name for name, _ in self._model.named_modules()} - self._entered:
             module, hook = self._model.get_submodule(path), partial(self._enter, path)
@@ -386,7 +393,7 @@ class _Recording(TorchFunctionMode):
         if not self._open and (self.calls or path in self._blocks):
             if not self.calls:
                 self._state = state_of(self._model, self._entered)
-                self.tail.begin(args, kwargs, self._arguments)
+                self.tail.begin(args, kwargs, _variables())
             call.args, kwargs = self._add(path, args, kwargs)
             self.calls.append(call)
         self._open.append(call)

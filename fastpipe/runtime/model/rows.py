@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,9 @@ from torch import fx, nn
 
 from fastpipe.runtime.common import children_of, pytree, tensor_leaves, torch_private, version_of
 from fastpipe.runtime.model.chain import FULL, LAYERS, WholeNames, accepted_names, attributes_of, recomputed, shallow
+
+Variable = tuple[int, str, int]
+"""A tensor in a variable of a forward: the number of the frame, the innermost first, the name, and which leaf it is."""
 
 
 class RowLayer(NamedTuple):
@@ -36,13 +41,13 @@ class Row(NamedTuple):
 
     Attributes:
         layers: by the name of their module.
-        inputs: of the first layer: numbers of leaves of the first block's arguments, and names of the model's.
+        inputs: of the first layer: numbers of leaves of the first block's arguments, and variables of the forward.
         given: the first block's arguments `without_tensors`.
         buffers: the names of those among their leaves, by number.
     """
 
     layers: Mapping[str, RowLayer]
-    inputs: Sequence[int | str]
+    inputs: Sequence[int | Variable]
     given: Any
     buffers: Mapping[int, str]
 
@@ -144,10 +149,12 @@ class RowStage(WholeNames):
             model(*args, **kwargs)
         except _Reached as reached:  # itself not kept: its traceback has this frame, and holds what the forward made
             leaves, given = pytree.tree_leaves(reached.call), without_tensors(reached.call)
+            needed = any(isinstance(key, tuple) for key in row.inputs)
+            variables = variables_in(_frames_of(reached)) if needed else {}
         else:
             raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
         same = given == row.given and all(leaves[i] is buffer for i, buffer in buffers.items())
-        inputs = [leaves[key] if isinstance(key, int) else arguments[key] for key in row.inputs] if same else [None]
+        inputs = [leaves[key] if isinstance(key, int) else variables.get(key) for key in row.inputs] if same else [None]
         if not all(isinstance(value, torch.Tensor) for value in inputs):
             raise OtherInputsError(
                 "split: the model's blocks get other arguments than on the example that it was split with; give these "
@@ -270,6 +277,27 @@ def holders_of(row: Iterable[str]) -> set[str]:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _frames_of(reached: _Reached) -> list[FrameType]:
+    """The frames from the call of the first block out to that of the model."""
+    return [frame for frame, _ in traceback.walk_tb(reached.__traceback__)][:0:-1]
+
+
+def variables_in(frames: Iterable[FrameType]) -> dict[Variable, torch.Tensor]:
+    """The tensors, but for parameters, in the variables of forwards.
+
+    Args:
+        frames: of calls that lead to a module of the row, the innermost first.
+    """
+    found = {}
+    ours = {nn.Module.__module__, __name__}
+    for number, frame in enumerate(frame for frame in frames if frame.f_globals["__name__"] not in ours):
+        for name, value in frame.f_locals.items():
+            for leaf, tensor in enumerate(pytree.tree_leaves(value)):
+                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
+                    found[number, name, leaf] = tensor
+    return found
 
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,8 +64,8 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
               running an example, on which the layers are compared with the model.
             * Another module with an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of blocks, with an
               example: the part of its forward before the first block, every block, and every later module. From the
-              first block on, modules, and functions between them that `torch.fx` can trace, must use each other's
-              results, arguments of the forward and of the first block, buffers of the model, and constants only.
+              first block on, modules, and functions between them that `torch.fx` can trace, must use only each other's
+              results, tensors in variables when the first block begins, buffers of the model, and constants.
               Running the example, some twenty times, checks this, and compares the layers with the model: in training
               and evaluation, under autocast, and with other sizes and numbers.
         example: one microbatch, as the model takes it; required for the last kind.
