@@ -161,8 +161,10 @@ def values_of(arguments: Any) -> Any:
 def rows_of_modules(model: nn.Module) -> list[list[str]]:
     """Candidates for a model's blocks: the members of each list, dict or sequence of modules, the most likely first.
 
+    Of a model without these, its own modules.
+
     Raises:
-        ValueError: if the model has none.
+        ValueError: if the model has one module.
     """
     kinds = (nn.ModuleList, nn.ModuleDict | nn.Sequential)
     found: list[list[str]] = []
@@ -173,12 +175,10 @@ def rows_of_modules(model: nn.Module) -> list[list[str]]:
     # leave out submodules of blocks: the row would be one block, and its first layer the rest of the model
     holders = [f"{row[0].rpartition('.')[0]}." for row in found]
     found = [row for i, row in enumerate(found) if not row[0].startswith(tuple(holders[:i]))]
-    if not found:
-        raise ValueError(
-            f"model is a {type(model).__name__} without an nn.ModuleList, nn.ModuleDict or nn.Sequential of blocks; "
-            f"{INSTEAD}"
-        )
-    return found[:_MAX_TRIED]
+    found = found[:_MAX_TRIED] or [[name for name, _ in model.named_children()]]
+    if len(found[0]) < 2:
+        raise ValueError(f"model is a {type(model).__name__} without several modules; {INSTEAD}")
+    return found
 
 
 def _members(path: str, module: nn.Module) -> list[str]:

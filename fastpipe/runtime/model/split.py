@@ -62,12 +62,13 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
               by name, ``attention_mask``, ``position_ids`` and what the example has, on every rank. Most causal
               language models, such as Llama, GPT-2, Qwen3 and DeepSeek-V3, need no example. Others are split by
               running an example, on which the layers are compared with the model.
-            * Another module with an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of blocks, with an
-              example: the part of its forward before the first block, every block, and every later module. From the
-              first block on, modules, and functions between them that `torch.fx` can trace, must use only each other's
-              results, tensors in variables when the first block begins, buffers of the model, and constants.
-              Running the example, some twenty times, checks this, and compares the layers with the model: in training
-              and evaluation, under autocast, and with other sizes and numbers.
+            * Another module, with an example: the part of its forward before the first block, every block, and every
+              later module. Blocks are the members of an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential``; of
+              a model without these, its modules. From the first block on, modules, and functions between them that
+              `torch.fx` can trace, must use only each other's results, tensors in variables when the first block
+              begins, buffers of the model, and constants. Running the example, some twenty times, checks this, and
+              compares the layers with the model: in training and evaluation, under autocast, and with other sizes and
+              numbers.
         example: one microbatch, as the model takes it; required for the last kind.
         kwargs: keyword arguments of the example. Of the last kind a step must have the same ones, with the same
             values where these are no tensors and the comparison finds that layers would not follow them.
