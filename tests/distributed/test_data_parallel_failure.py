@@ -299,6 +299,23 @@ def test_a_replica_that_leaves_out_a_collective_ends_the_pipelines(wrap: str, wh
     assert "process 0 has exited, or has closed its connections after a failure" in text
 
 
+def reduces_nothing() -> str:
+    def wrap(module: nn.Module, over: Any) -> nn.Module:
+        wrapped = DistributedDataParallel(module, process_group=over.get_group())
+        wrapped.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[arg-type,return-value]
+        return wrapped
+
+    over, replica = mesh_and_replica()
+    return caught(lambda: step(build(wrap, "zbv", "auto", over), 0, replica))[1]
+
+
+def test_a_hook_that_returns_no_future_is_refused() -> None:
+    """torch would read what None points to."""
+    with ranks(2) as group:
+        for text in group.run(reduces_nothing):
+            assert "the communication hook returned a NoneType" in text or "has closed its connections" in text, text
+
+
 AGAIN = "0UNSHARD 0F0 0F1 1UNSHARD 1F0 1F1 0RESHARD 1B0 1B1 1REDUCE_GRAD 0UNSHARD 0B0 0B1 0REDUCE_GRAD"
 
 
