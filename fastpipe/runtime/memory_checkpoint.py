@@ -120,7 +120,7 @@ class MemoryCheckpoint:
         self._purpose = ""  # of the group, known when the ranks have named the job
         self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._generation = 0
-        self._sizes: list[int] = []
+        self._sizes: list[list[int]] = []  # of the last two saves, each with a file of its own
         self._has_replicas = False  # which this pipeline's exchanges do not reach
         self._writing: Future[None] | None = None
         hosts: list[str] = []
@@ -191,11 +191,11 @@ class MemoryCheckpoint:
         replies = self._gather_from_all("MemoryCheckpoint.save", make)
         assert image is not None
         sizes = [reply["size"] for reply in sorted(replies, key=lambda reply: reply["rank"])]
-        if sizes == self._sizes:
+        if self._sizes == [sizes, sizes]:
             self._reserve(sizes)
         else:
             self._gather_from_all("MemoryCheckpoint.save", lambda: self._reserve(sizes))
-        self._sizes = sizes
+        self._sizes = [*self._sizes[-1:], sizes]
         self._generation = generation = 1 + max(reply["generation"] for reply in replies)
         own = self._slots[self._rank]
         image.copy(own.file)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -232,7 +233,7 @@ def test_a_stage_that_was_wrapped_by_hand(executor: str) -> None:
         module._ddp_params_and_buffers_to_ignore = ["6.0.linear.weight"]
         wrapped = DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.0001, static_graph=True)
         if hooked:
-            wrapped.register_comm_hook(None, lambda state, bucket: None)
+            wrapped.register_comm_hook(group, allreduce_hook)
         return wrapped
 
     def changed(hooked: bool = False) -> Pipeline:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -36,6 +37,7 @@ from tests.distributed.meshes import (
 )
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
 from tests.distributed.test_step import caught
+from tests.patience import PATIENCE
 
 FAULTS = {
     "first forward": (0, "forward", 0),
@@ -123,6 +125,67 @@ def test_gradients_of_a_failed_step_within_no_sync_do_not_wait_for_the_next(exec
     (kind, own), *others = group_of(4).run(fails_within_no_sync, executor)
     assert kind == "OSError" and own == "on purpose"
     assert all(kind == "StepError" and "on purpose" in text for kind, text in others), others
+
+
+def refuses_its_input(wrap: str, executor: str) -> tuple[str, str]:
+    over, replica = mesh_and_replica()
+    pipe = build(wrap, "zbv", executor, over)
+    x, target = batch(0, replica)
+    rows = len(x) if replica == 0 else 2
+    found = caught(lambda: pipe.step(x[:rows], target=target[:rows]))[:2]
+    check_next_step(pipe, replica)
+    return found
+
+
+@executors_in_turn("wrap", ["ddp", "fsdp"])
+def test_what_one_replica_refuses_is_an_error_in_all(wrap: str, executor: str, group_of: GroupOf) -> None:
+    """None waits for it, and it is not a step ahead of the others afterwards."""
+    answers = group_of(4).run(refuses_its_input, wrap, executor)
+    assert [kind for kind, _ in answers[:3]] == ["StepError", "StepError", "ValueError"], answers
+    assert all("rank 0 refused its input: ValueError: the input has 2 rows" in text for _, text in answers[:2]), answers
+
+
+def is_interrupted(wrap: str, executor: str) -> tuple[str, str]:
+    over, replica = mesh_and_replica()
+    whole = layers()
+    pipe = build(wrap, "zbv", executor, over, made=lambda: whole)
+    if replica == 0 and pipe.rank == 0:
+        hook = whole[0].register_forward_pre_hook(lambda module, args: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        step(pipe, 0, replica)
+    except BaseException as error:  # KeyboardInterrupt, too
+        found = type(error).__name__, str(error)
+    if replica == 0 and pipe.rank == 0:
+        hook.remove()
+    check_next_step(pipe, replica)
+    return found
+
+
+@executors_in_turn("wrap", ["ddp", "fsdp"])
+def test_an_interrupted_replica_says_so(wrap: str, executor: str, group_of: GroupOf) -> None:
+    (kind, _), *others = group_of(4).run(is_interrupted, wrap, executor)
+    assert kind == "KeyboardInterrupt"
+    assert all(kind == "StepError" and "rank 0: KeyboardInterrupt" in text for kind, text in others), others
+
+
+def loses_a_rank_between_steps(wrap: str) -> tuple[str, str]:
+    over, replica = mesh_and_replica()
+    pipe = build(wrap, "zbv", "auto", over, timeout=PATIENCE)
+    step(pipe, 0, replica)
+    if dist.get_rank() == 3:
+        os._exit(0)
+    return caught(lambda: step(pipe, 1, replica))[:2]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_a_replica_whose_pipeline_has_ended_keeps_nobody_waiting(wrap: str) -> None:
+    """Its rank 0 never begins the step, and its process goes on."""
+    with ranks(4) as group:
+        group.start(loses_a_rank_between_steps, wrap)
+        answers = group.results([0, 1, 2])
+    assert [kind for kind, _ in answers] == ["StepError"] * 3, answers
+    assert all(re.search("process [23] has exited, or has closed its connec", text) for _, text in answers[:2]), answers
+    assert "rank 1: its process died" in answers[2][1], answers
 
 
 def fails_at_the_end_of_the_backward() -> tuple[str, str]:
@@ -234,6 +297,23 @@ def test_a_replica_that_leaves_out_a_collective_ends_the_pipelines(wrap: str, wh
     assert kind == other == "StepError", (own, text)
     assert why in own and "has exited" not in own and "the pipeline is closed" in own
     assert "process 0 has exited, or has closed its connections after a failure" in text
+
+
+def reduces_nothing() -> str:
+    def wrap(module: nn.Module, over: Any) -> nn.Module:
+        wrapped = DistributedDataParallel(module, process_group=over.get_group())
+        wrapped.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[arg-type,return-value]
+        return wrapped
+
+    over, replica = mesh_and_replica()
+    return caught(lambda: step(build(wrap, "zbv", "auto", over), 0, replica))[1]
+
+
+def test_a_hook_that_returns_no_future_is_refused() -> None:
+    """torch would read what None points to."""
+    with ranks(2) as group:
+        for text in group.run(reduces_nothing):
+            assert "the communication hook returned a NoneType" in text or "has closed its connections" in text, text
 
 
 AGAIN = "0UNSHARD 0F0 0F1 1UNSHARD 1F0 1F1 0RESHARD 1B0 1B1 1REDUCE_GRAD 0UNSHARD 0B0 0B1 0REDUCE_GRAD"

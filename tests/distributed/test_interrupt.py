@@ -201,12 +201,16 @@ class Ended(BaseException):
     """Raised by a handler of SIGTERM."""
 
 
-def ended_while_it_waits(phase: str, note: str, way: dict[str, str]) -> tuple[str, str, str]:
+class EndedError(RuntimeError):
+    """The same, of the type that native code and torch raise: so does the handler of a DataLoader whose worker died."""
+
+
+def ended_while_it_waits(kind: type[BaseException], phase: str, note: str, way: dict[str, str]) -> tuple[str, str, str]:
     """Runs on both ranks: rank 0 gets a SIGTERM while rank 1 keeps it waiting in the second step, or before it."""
 
     def end(number: int, frame: Any) -> None:
         Path(note).touch()
-        raise Ended("by a signal")
+        raise kind("by a signal")
 
     def be_late() -> None:
         while not Path(note).exists():
@@ -223,7 +227,7 @@ def ended_while_it_waits(phase: str, note: str, way: dict[str, str]) -> tuple[st
     timer = threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM))
     if own == 1 and phase == "start":
         be_late()
-    with pytest.raises((Ended, StepError)) as caught:
+    with pytest.raises((kind, StepError)) as caught:
         if own == 0:
             timer.start()
         pipe.step(*second.args, target=second.target)
@@ -234,12 +238,17 @@ def ended_while_it_waits(phase: str, note: str, way: dict[str, str]) -> tuple[st
 
 
 @pytest.mark.parametrize("phase", ["start", "step"])
-def test_a_handler_that_raises_ends_a_wait_and_the_pipeline(phase: str, way: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Ended, EndedError])
+def test_a_handler_that_raises_ends_a_wait_and_the_pipeline(
+    kind: type[BaseException], phase: str, way: dict[str, str], tmp_path: Path
+) -> None:
     """Its message may still come, and must not be taken for one of the next step."""
     with ranks(2) as group:
-        (own, _, again), (other, text, _) = group.run(ended_while_it_waits, phase, str(tmp_path / "note"), way)
-    assert own == "Ended" and other == "StepError"
-    assert "rank 0" in text and "Ended: by a signal; the pipeline is closed" in text and text == again
+        (own, _, again), (other, text, _) = group.run(ended_while_it_waits, kind, phase, str(tmp_path / "note"), way)
+    # an Exception that ends the pipeline within a step is the cause of the StepError, also on its own rank
+    assert own == ("StepError" if phase == "step" and issubclass(kind, Exception) else kind.__name__)
+    assert other == "StepError" and text == again
+    assert "rank 0" in text and f"{kind.__name__}: by a signal; the pipeline is closed" in text
     assert phase == "start" or "WAIT_RECV" in text
 
 

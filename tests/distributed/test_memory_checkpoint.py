@@ -184,10 +184,12 @@ def test_shards_of_replicas(group_of: GroupOf, tmp_path: Path) -> None:
     assert folders(tmp_path) == []
 
 
-def refuse(folder: str) -> Any:
-    """One rank has no room."""
+def refuse(folder: str, num_saved: int) -> Any:
+    """One rank has no room for its first or second file."""
     pipe = pipeline("1f1b", None)
     memory = MemoryCheckpoint(pipe, adamw(pipe), name="test", folder=folder)
+    for _ in range(num_saved):
+        memory.save()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(os, "posix_fallocate", no_room)
@@ -275,9 +277,9 @@ def no_room(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.nightly
-def test_no_room_is_an_error_on_all_ranks(group_of: GroupOf, tmp_path: Path) -> None:
-    zero, one = group_of(2).run(refuse, str(tmp_path))
+@pytest.mark.parametrize("num_saved", [0, 1])
+def test_no_room_is_an_error_on_all_ranks(num_saved: int, group_of: GroupOf, tmp_path: Path) -> None:
+    zero, one = group_of(2).run(refuse, str(tmp_path), num_saved)
     assert zero[0] == "StepError" and zero[2] == 1 and one[0] == "OSError"
     assert (
         "no room in" in one[1] and "it needs 2 x 0.1 MB" in one[1] and "--shm-size" in one[1] and "no room" in zero[1]

@@ -3,10 +3,12 @@
 import os
 import signal
 import threading
+import time
+from typing import Any
 
 import pytest
 
-from fastpipe import Pipeline
+from fastpipe import Pipeline, StepError
 from fastpipe.runtime.common.guards import Calls
 from fastpipe.runtime.stage.stage import Chain
 from tests.runtime.checks import reference_of, rows_for
@@ -39,6 +41,38 @@ def test_the_step_is_drained_and_the_next_one_works(step: int, executor: str) ->
     assert result.loss is not None and result.loss.equal(reference.loss)
     for mine, theirs in zip(pipe.parameters(), unsplit.parameters(), strict=True):
         assert mine.grad is not None and theirs.grad is not None and mine.grad.equal(theirs.grad)
+
+
+class EndedError(Exception):
+    """Raised by a signal's handler."""
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_a_step_that_is_left_ends_the_pipeline(numbers: list[signal.Signals], executor: str) -> None:
+    """The threads of its ranks still run it."""
+
+    def end(number: int, frame: Any) -> None:
+        raise EndedError
+
+    def interrupt() -> None:
+        time.sleep(0.2)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.2)
+
+    case = CASES["plain"]
+    layers = [AtCall(interrupt, 2), *case.layers(1)]
+    pipe = Pipeline(layers, "1f1b", COUNT, case.loss_fn, num_ranks=2, executor=executor)
+    batch = case.batches(1, rows_for(COUNT))[0]
+    before = signal.signal(signal.SIGTERM, end)
+    with pytest.raises((EndedError, KeyboardInterrupt)):
+        pipe.step(*batch.args, target=batch.target)
+    signal.signal(signal.SIGTERM, before)
+    with pytest.raises(StepError, match="(EndedError|KeyboardInterrupt); the pipeline is closed"):
+        pipe.step(*batch.args, target=batch.target)
+    pool = pipe._steps.ranks._pool
+    assert pool is not None
+    pool.shutdown()
 
 
 def test_a_second_one_does_not_wait() -> None:

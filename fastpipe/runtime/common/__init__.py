@@ -28,6 +28,7 @@ from fastpipe.runtime.common.failure import (
     lost_named,
     lost_peer,
     lost_text,
+    raised_by_handler,
 )
 from fastpipe.runtime.common.guards import Calls, claimed, end_child, keep_in_children
 from fastpipe.runtime.common.modules import (

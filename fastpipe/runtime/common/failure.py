@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -148,6 +149,12 @@ def lost_named(who: str, others: Callable[[], Sequence[int]]) -> Iterator[None]:
         if not is_lost_connection(error):
             raise
         raise FailureError(Failure(None, who + lost_text(others(), error), is_fatal=True)) from error
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Whether a signal's handler raised it in a call of torch or native code, which may raise the same type."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return not frame.f_globals.get("__name__", "").startswith(("fastpipe.", "torch.distributed."))
 
 
 def is_lost_connection(error: RuntimeError) -> bool:

@@ -405,6 +405,11 @@ def buckets_of(wrapper: Any) -> list[Any]:
 
 def run_comm_hook(wrapper: Any, bucket: Any) -> Any:
     """Average a bucket by the wrapper's communication hook, or as torch does without one; returns a future."""
+    for hook, state in wrapper._comm_hooks:  # torch reads what another type points to
+        future = hook(state, bucket)
+        if not isinstance(future, torch._C.Future):
+            raise TypeError(f"the communication hook returned a {type(future).__name__}: return a torch.futures.Future")
+        return future
     return wrapper.reducer._run_comm_hook(bucket)
 
 
@@ -747,7 +752,7 @@ PRIVATE = (
         "static_graph mixed_precision require_backward_grad_sync require_forward_param_sync _module_parameters "
         "_static_graph_delay_allreduce_enqueued _has_rebuilt_buckets _get_ddp_logging_data _delay_all_reduce_params "
         "_use_python_reducer _join_config _check_sync_bufs_pre_fwd "
-        "_build_params_for_reducer _build_debug_param_to_name_mapping _ddp_init_helper",
+        "_build_params_for_reducer _build_debug_param_to_name_mapping _ddp_init_helper _comm_hooks",
         "averages once per step, outside of a backward; new parameters",
         _REPLICATED,
     ),

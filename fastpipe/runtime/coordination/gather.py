@@ -27,6 +27,7 @@ from fastpipe.runtime.common import (
     FailureError,
     call_in_thread,
     first_line,
+    raised_by_handler,
     silent_store,
     waiting,
 )
@@ -234,6 +235,8 @@ class SharedMemoryGather(Gather):
         except FailureError:
             raise
         except RuntimeError as error:
+            if raised_by_handler(error):
+                raise
             raise FailureError(Failure(None, first_line(error), is_fatal=True)) from error
 
     def _wait(self, step: int, phase: str, message: Reply) -> None:

@@ -240,7 +240,7 @@ class Average:
         parameters = [parameter for each in self.parameters for parameter in each]
         with torch.no_grad():
             for parameter, average, count in zip(parameters, averages, used, strict=self.error is None):
-                if count:
+                if count and not self.num_failed:
                     parameter.grad = zero_grad_of(parameter) if parameter.grad is None else parameter.grad
                     parameter.grad.copy_(average)
 

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fastpipe.errors import StepError
 from fastpipe.program import Op, Program
@@ -213,7 +214,9 @@ class LocalRanks:
         first: the lowest local rank, which represents the process.
         device_events: events of the work that these ranks enqueue on the device.
         failed_at: as `places`, when the failure of the last step became known here; empty if it did not fail.
-        reported: the first failure that another process reported in this step; `Steps` resets it.
+        reported: the first failure that another process reported in this step, or that this one was interrupted;
+            `Steps` resets it.
+        abandoned: why threads may still run a step that has been left.
     """
 
     stages: Mapping[int, Mapping[int, Stage]]
@@ -233,9 +236,9 @@ class LocalRanks:
     def __post_init__(self) -> None:
         self.device_events = DeviceEvents()
         self.all_stages = [stage for held in self.stages.values() for stage in held.values()]
-        of_replicas = (group for stage in self.all_stages if stage.parallel for group in stage.parallel.groups)
+        self._of_replicas = {group: None for s in self.all_stages if s.parallel for group in s.parallel.groups}
         # over which stages run collectives: of the mesh, and of their replicas
-        self._groups = dict.fromkeys([*self.mesh_groups.groups, *of_replicas])
+        self._groups = dict.fromkeys([*self.mesh_groups.groups, *self._of_replicas])
         self._recorded: dict[Any, Any] = {}  # steps as CUDA graphs, which must be dropped before the transport ends
         self.first = min(self.stages)
         # shared by all programs, as the allocator reuses freed memory only on the same stream
@@ -249,6 +252,7 @@ class LocalRanks:
         self.failed_at: list[tuple[int, Program, int]] = []
         self._outcome = Outcome()
         self.reported: Failure | None = None
+        self.abandoned: Failure | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(len(self.stages), "fastpipe-rank") if len(self.stages) > 1 else None
@@ -323,21 +327,27 @@ class LocalRanks:
             outcome, self._outcome = self._outcome, Outcome()
         return outcome
 
-    def run_collectives(self, program: Program) -> Outcome:
-        """Run only the collectives of a program, in which replicas report missing parameters."""
+    def run_collectives(self, program: Program, refusal: str = "", *, reduces: bool = True) -> Outcome:
+        """Run only the collectives of a program, in which replicas report missing parameters.
+
+        Args:
+            refusal: report this instead: why this pipeline does not run the step.
+            reduces: whether the step reduces gradients.
+        """
         self._outcome = Outcome()
         for rank, held in self.stages.items():
             found = [(stage.index, stage.parallel) for stage in held.values() if stage.parallel is not None]
             for _, parallel in found:
-                parallel.begin(True, program.num_microbatches, self.timeout)
-                parallel.skip_step()
+                parallel.begin(reduces, program.num_microbatches, self.timeout)
+                if not refusal:
+                    parallel.skip_step()
             try:
                 for instruction in program[rank]:
                     if instruction.op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
                         held[instruction.stage].run_collective(instruction.op, True)
             except Exception as error:  # published, and the step's outcome
                 self._publish(Failure(rank, cause_text(error), is_fatal=True), error)
-            self._await_replicas(rank, found, "")
+            self._await_replicas(rank, found, refusal)
         return self._taken()  # no frame that an exception went through holds it
 
     def pair_counts(self) -> PairCounts:
@@ -367,12 +377,18 @@ class LocalRanks:
 
     def interrupt(self) -> None:
         """`fail` from a signal handler: without the lock, which the interrupted thread may hold."""
+        self.reported = self.reported or Failure(self.first, "KeyboardInterrupt")
         for executor in tuple(self._current):
             executor.fail()
 
     def abort(self, failure: Failure) -> None:
         """After the last step: end the connections, so that peers waiting for this process are unblocked."""
         self.mesh_groups.end()
+        # the default group is the script's, too
+        groups = [group for group in self._of_replicas if group is not dist.group.WORLD]
+        for group in groups:
+            DataParallel.broken.setdefault(group, f"the pipeline of this process was closed: {failure.cause}")
+        leave_groups(groups, self.device)
         self.device_events.invalidate(failure)
         self.forget()
         self.transport.abort()
@@ -404,9 +420,13 @@ class LocalRanks:
         state = thread_state(self.device)
         # each thread has its own copy of the caller's context variables, as only one may be in a context
         calls = [partial(copy_context().run, self._in_thread, state, executor, *how) for executor in self._current]
-        futures = [pool.submit(call) for call in calls]
-        for future in futures:
-            future.result()
+        try:
+            for future in [pool.submit(call) for call in calls]:
+                future.result()
+        except BaseException as error:  # raised again: of a signal's handler, in this thread alone
+            self.abandoned = Failure(self.first, cause_text(error), is_fatal=True)
+            self.interrupt()
+            raise
 
     def _in_thread(self, state: Callable[[], AbstractContextManager[None]], executor: Executor, *how: Any) -> None:
         # OpenMP has a number of threads per thread, and bits depend on it

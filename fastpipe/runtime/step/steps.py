@@ -267,9 +267,14 @@ class Steps:
     def _agree_on_inputs(self, request: Request) -> tuple[Inputs, Replies]:
         """Take the inputs on every process; if one fails, all raise."""
         call = self._part_of + call_text(request) + self.random.call_text(self.audit is not None)
-        inputs, replies = self._agree(call, partial(self._take_inputs, request), "refused its input")
+        refuse = partial(self._refuse, request)
+        inputs, replies = self._agree(call, partial(self._take_inputs, request), "refused its input", refuse)
         with self._published(ValueError):
-            check_replies(request, replies, self.control.pipeline)
+            try:
+                check_replies(request, replies, self.control.pipeline)
+            except ValueError as error:
+                refuse(Failure(None, cause_text(error)))
+                raise
         with self._published():
             if self.ranks.pairs == IN_TURNS:
                 usages = [RngUsage(*reply["random"]) for reply in replies.everywhere]
@@ -333,13 +338,45 @@ class Steps:
         self.copies.equalise(initialised=True)
         self.unfilled = None
 
-    def _agree(self, call: str, make: Callable[[], tuple[Value, Reply]], refusal: str) -> tuple[Value, Replies]:
+    def _refuse(self, request: Request, failure: Failure) -> None:
+        """Join the collectives of a step that this pipeline refuses, in which its replicas learn of it.
+
+        Raises:
+            FailureError: if another replica does not take part.
+        """
+        if not self.programs.parallel:
+            return
+        try:
+            program = self.programs.program(request.num_microbatches, not request.training)
+        except Exception:  # it is what the pipeline refuses: there is no such step
+            return
+        for stage in self.stages:
+            if stage.parallel is not None:
+                with contextlib.suppress(ValueError):  # it may be what the pipeline refuses
+                    stage.parallel.prepare()
+        why = f"{failure.place()} refused its input: {failure.cause}"
+        with torch.set_grad_enabled(request.training):
+            outcome = self.ranks.run_collectives(program, why, reduces=request.training and request.reduces)
+        lost = outcome.failure
+        del outcome  # its error holds frames
+        _, lost = exchange_or_refuse(self.control, "replicas", {}, lost if lost and lost.is_fatal else None)
+        if lost is not None:
+            raise FailureError(replace(lost, cause=f"{why}; {lost.cause}"))
+
+    def _agree(
+        self,
+        call: str,
+        make: Callable[[], tuple[Value, Reply]],
+        refusal: str,
+        refuse: Callable[[Failure], None] = lambda failure: None,
+    ) -> tuple[Value, Replies]:
         """Exchange the messages at the start of a call; a rank that cannot start is an error on every rank.
 
         Args:
             call: must be the same on every rank.
             make: returns what this rank keeps for the call, and its message.
             refusal: what a rank did that raises an exception in it, for the others.
+            refuse: called on all ranks if one raises an exception in it.
         """
         error: BaseException | None = None
         own: Reply = {}
@@ -353,6 +390,8 @@ class Steps:
                 replies, refused = exchange_or_refuse(self.control, "start", {"call": call} | own, failure)
             # first: an error may be the consequence, as of a collective within the mesh whose peer made another call
             check_calls(replies)
+            if refused is not None:
+                refuse(refused)
             if error is not None:
                 raise error
         finally:
@@ -405,6 +444,7 @@ class Steps:
                 failure = replace(failure_of(error, self.ranks.first), is_fatal=True)
                 self.control.publish(failure)
                 self._break(failure)
+            self.broken = self.broken or self.ranks.abandoned
             raise
 
     def _weights(self, replies: Sequence[Reply], request: Request) -> Weights:

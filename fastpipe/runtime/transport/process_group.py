@@ -41,6 +41,7 @@ from fastpipe.runtime.common import (
     keep_in_children,
     logged,
     lost_peer,
+    raised_by_handler,
     specs_of,
     torch_private,
 )
@@ -201,13 +202,13 @@ class _ProcessGroupEndpoint(Endpoint):
         """Call c10d; after an error note in `broken` the peers with whom nothing is exchanged any more."""
         try:
             return call(*args)
-        except RuntimeError as error:
+        except BaseException as error:  # raised again: by a signal's handler, after which no message is waited for
+            if not isinstance(error, RuntimeError) or raised_by_handler(error):
+                self.broken |= {one.peer_of(self.rank) for one in self.channels if self.rank in one[:2]}
+                raise
             peer, lost = self._peer(channel), self.transport.lost
             self.broken.add(peer)
             raise dead_or_silent(peer if lost is None or lost.rank is None else lost.rank, error) from error
-        except BaseException:  # raised again: by a signal's handler, after which no message is waited for
-            self.broken |= {one.peer_of(self.rank) for one in self.channels if self.rank in one[:2]}
-            raise
 
 
 def make_waits() -> Any:
@@ -274,6 +275,8 @@ def swap(
         for work, device in works:
             wait_for(work, waits, timeout, device)
     except RuntimeError as error:
+        if raised_by_handler(error):
+            raise
         raise dead_or_silent(peer, error) from error
     return theirs
 
