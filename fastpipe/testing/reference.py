@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fastpipe.action import ActionKind
-from fastpipe.runtime.common import children_of, set_grad_dtype
+from fastpipe.runtime.common import children_of, set_grad_dtype, without_autocast
 from fastpipe.runtime.model import (
     Chain,
     Layers,
@@ -266,7 +266,9 @@ def reference_step(
             scaled[i], share = scale_loss(losses[i], divisors[i]), collected.share(divisors[i])
             root = scaled[i] if share is None else scaled[i] + share
             if root.requires_grad or divisors[i] != math.inf:  # with weight 0 the loss may be a constant
-                torch.autograd.backward(root if loss_scale is None else root * loss_scale)
+                root = root if loss_scale is None else root * loss_scale
+                with without_autocast(root.device.type):
+                    torch.autograd.backward(root)
             outputs[i], added[0][i] = detached(output), collected.detached()
     return Reference(
         sum_in_order([scaled[i].detach() for i in range(count)]),

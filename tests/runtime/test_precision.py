@@ -43,6 +43,29 @@ def test_autocast_reaches_every_thread(half: int, schedule: str, executor: str) 
     assert not all(same_bits(a, b) for a, b in zip(grads(plain), grads(unsplit), strict=True))
 
 
+class InFloat(nn.Bilinear):
+    """Its operators have no autocast, but those of their backward do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, x)
+
+
+@executors_in_turn("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_autocast_does_not_reach_the_backward(schedule: str, executor: str) -> None:
+    layers, x, target = [InFloat(4, 4, 4) for _ in range(4)], torch.randn(16, 4), torch.randn(16, 4)
+    pipe = Pipeline(layers, schedule, 8, nn.functional.mse_loss, num_ranks=2, executor=executor)
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.step(x, target=target)
+        assert check_parity(pipe, layers, (x, target)).ok
+    found, model = grads(nn.Sequential(*layers)), nn.Sequential(*layers)
+    model.zero_grad()
+    for part, wanted in zip(x.chunk(8), target.chunk(8), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.mse_loss(model(part), wanted) / 8
+        loss.backward()
+    assert all(map(same_bits, found, grads(model)))
+
+
 @executors_in_turn("schedule, num_ranks, num_microbatches", TWO)
 def test_the_scale_is_in_every_backward(schedule: str, num_ranks: int, num_microbatches: int, executor: str) -> None:
     case = CASES["added_losses"]

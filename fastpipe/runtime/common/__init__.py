@@ -12,6 +12,7 @@ from fastpipe.runtime.common.devices import (
     time_when_idle,
     wait_until_idle,
     wants_streams,
+    without_autocast,
 )
 from fastpipe.runtime.common.failure import (
     DIED,

@@ -127,6 +127,17 @@ def thread_state(device: torch.device = CPU) -> Callable[[], contextlib.Abstract
     return applied
 
 
+@contextlib.contextmanager
+def without_autocast(kind: str = CPU.type) -> Iterator[None]:
+    """Context of a backward, in which autocast would cast operands that the forward has not cast."""
+    enabled = torch.is_autocast_enabled(kind)
+    torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(kind, enabled)
+
+
 def _autocast_depth() -> int:
     """The number of regions of autocast that this thread is in."""
     torch.autocast_increment_nesting()

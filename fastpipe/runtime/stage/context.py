@@ -16,6 +16,7 @@ import torch
 
 from fastpipe.program import Columns, Op
 from fastpipe.runtime import native
+from fastpipe.runtime.common import without_autocast
 
 
 class Current(NamedTuple):
@@ -108,9 +109,11 @@ class ActionContext:
         """The user's context for the current F."""
         return _entered(self.forward_context)
 
-    def around_backward(self) -> AbstractContextManager[Any]:
-        """The user's context for the current B, I or W."""
-        return _entered(self.backward_context)
+    @contextlib.contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """The user's context for the current B, I or W, without autocast."""
+        with without_autocast(), _entered(self.backward_context):
+            yield
 
     @property
     def around(self) -> Callable[[Callable[[], None]], None] | None:
