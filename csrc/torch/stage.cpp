@@ -3,7 +3,6 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <optional>
@@ -187,7 +186,7 @@ template <typename Body>
 void TorchStage::backwards(Op op, std::int32_t microbatch, const Body& body) const {
   const ActionContext context(calls_.context, op, index_, microbatch);
   // as after the end of the user's region: autocast would cast the operands of a backward in fp32
-  const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+  const WithoutAutocast guard;
   if (!calls_.around) return body();
   const py::gil_scoped_acquire gil;
   calls_.around(without_gil(body));

@@ -196,6 +196,12 @@ inline bool is_tracing() {
          c10::impl::tls_local_dispatch_key_set().included_.has_any(kTracing);
 }
 
+// Turns off autocast of every device for this thread; the region, and so the cache of casts, stays.
+class WithoutAutocast final {
+ private:
+  c10::impl::ExcludeDispatchKeyGuard guard_{c10::autocast_dispatch_keyset};
+};
+
 // Whether a tensor has a dispatch of its own in Python.
 inline bool is_subclass(const at::Tensor& tensor) {
   return tensor.key_set().has(c10::DispatchKey::Python);
