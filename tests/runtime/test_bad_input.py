@@ -337,7 +337,8 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         f"a loss in {where}": (
             {"stages": [*LAYERS[:3], Returns(form)], "loss_fn": None},
             lambda p: p.step(X),
-            f"the last stage returned a {kind} with a scalar that requires a gradient.*return a loss as a scalar",
+            f"the last stage returned a {kind} with a scalar that requires a gradient.*return a loss as a scalar"
+            ".* a loss_fn .lambda output",
         )
         for where, kind, form in [
             ("a tuple", "tuple", lambda loss, x: (x, loss)),

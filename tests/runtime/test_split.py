@@ -884,6 +884,8 @@ def test_what_is_no_model_is_refused() -> None:
         fastpipe.split([])
     with pytest.raises(TypeError, match="model is a int: give an nn.Module"):
         fastpipe.split(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model is a str: give an nn.Module"):
+        fastpipe.split("gpt2")  # type: ignore[arg-type]
 
 
 def test_blocks_get_the_buffer_that_is_there(executor: str) -> None:

@@ -118,8 +118,9 @@ def _check_has_no_loss(output: Any) -> None:
     if named is not None or any(tensor.dim() == 0 and tensor.requires_grad for tensor in tensor_leaves(output)):
         raise ValueError(
             f"the last stage returned a {type(output).__name__} with a scalar that requires a gradient, or 'loss' that "
-            "is no scalar: return a loss as a scalar, alone or as 'loss' in a dict, or give loss_fn; for outputs alone "
-            "call eval_step"
+            "is no scalar: return a loss as a scalar, alone or as 'loss' in a dict, or give the Pipeline a loss_fn "
+            "(lambda output, _: output[1] for (logits, loss)) and the step the target, too; for outputs alone call "
+            "eval_step"
         )
 
 
