@@ -79,7 +79,7 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
     Raises:
         ValueError, TypeError: if the model cannot be split, with the reason and a remedy.
     """
-    if not isinstance(model, nn.Module | Sequence):
+    if isinstance(model, str) or not isinstance(model, nn.Module | Sequence):
         raise TypeError(f"model is a {type(model).__name__}: give an nn.Module, or the list of its layers")
     check_whole_unhooked(model)
     if isinstance(model, nn.Module) and _is_of_peft(model):
