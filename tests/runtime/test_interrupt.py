@@ -11,6 +11,7 @@ import pytest
 from fastpipe import Pipeline, StepError
 from fastpipe.runtime.common.guards import Calls
 from fastpipe.runtime.stage.stage import Chain
+from tests.patience import PATIENCE
 from tests.runtime.checks import reference_of, rows_for
 from tests.runtime.faults import AtCall
 from tests.runtime.models import CASES
@@ -54,11 +55,14 @@ def test_a_step_that_is_left_ends_the_pipeline(numbers: list[signal.Signals], ex
     def end(number: int, frame: Any) -> None:
         raise EndedError
 
+    left = threading.Event()
+
     def interrupt() -> None:
-        time.sleep(0.2)
         for number in numbers:
             os.kill(os.getpid(), number)
-            time.sleep(0.2)
+            while len(numbers) == 2 and not pipe._steps._calls.interrupted:
+                time.sleep(0.01)
+        assert left.wait(PATIENCE)
 
     case = CASES["plain"]
     layers = [AtCall(interrupt, 2), *case.layers(1)]
@@ -67,6 +71,7 @@ def test_a_step_that_is_left_ends_the_pipeline(numbers: list[signal.Signals], ex
     before = signal.signal(signal.SIGTERM, end)
     with pytest.raises((EndedError, KeyboardInterrupt)):
         pipe.step(*batch.args, target=batch.target)
+    left.set()
     signal.signal(signal.SIGTERM, before)
     with pytest.raises(StepError, match="(EndedError|KeyboardInterrupt); the pipeline is closed"):
         pipe.step(*batch.args, target=batch.target)

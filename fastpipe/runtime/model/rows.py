@@ -18,8 +18,8 @@ from torch import fx, nn
 from fastpipe.runtime.common import children_of, pytree, tensor_leaves, torch_private, version_of
 from fastpipe.runtime.model.chain import FULL, LAYERS, WholeNames, accepted_names, attributes_of, recomputed, shallow
 
-Variable = tuple[int, str, int]
-"""A tensor in a variable of a forward: the number of the frame, the innermost first, the name, and which leaf it is."""
+Variable = tuple[int, str, str]
+"""A tensor in a variable of a forward: the number of the frame, the innermost first, the name, and the path within."""
 
 
 class RowLayer(NamedTuple):
@@ -294,9 +294,9 @@ def variables_in(frames: Iterable[FrameType]) -> dict[Variable, torch.Tensor]:
     ours = {nn.Module.__module__, __name__}
     for number, frame in enumerate(frame for frame in frames if frame.f_globals["__name__"] not in ours):
         for name, value in frame.f_locals.items():
-            for leaf, tensor in enumerate(pytree.tree_leaves(value)):
-                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
-                    found[number, name, leaf] = tensor
+            for path, leaf in pytree.tree_leaves_with_path(value):
+                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
+                    found[number, name, pytree.keystr(path)] = leaf
     return found
 
 
