@@ -357,7 +357,7 @@ def sizes_of_an_earlier_output(model: Decoder, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 2), ("zbv", 2), ("gpipe", 8)])
 @pytest.mark.parametrize("what", FUNCTIONS)
-def test_functions_of_the_previous_output(what: str, schedule: str, num_ranks: int, executor: str) -> None:
+def test_functions_between_modules(what: str, schedule: str, num_ranks: int, executor: str) -> None:
     model, unsplit = Wrong(FUNCTIONS[what]), Wrong(FUNCTIONS[what])
     ids, _ = batch()
     target = torch.rand_like(model(ids).detach())
