@@ -43,6 +43,7 @@ class Tail(fx.Tracer):
         self.buffers: dict[int, str] = {}
         self.is_computing = False
         self._names = {id(buffer): name for name, buffer in model.named_buffers()}
+        self._model = model
         self._nodes: dict[int, fx.Node] = {}  # of tensors, which they hold, by id
         self._devices: list[str] = []
         self._mode: list[bool] = []
@@ -54,7 +55,7 @@ class Tail(fx.Tracer):
         self.buffers = {i: self._names[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in self._names}
         self._devices = sorted({tensor.device.type for tensor in tensor_leaves(leaves)})
         self.follow_mode()
-        for key, value in (*enumerate(leaves), *variables.items()):
+        for key, value in (*self._model.named_parameters(), *enumerate(leaves), *variables.items()):
             if isinstance(value, torch.Tensor) and not self.knows(value):
                 node = self.graph.placeholder("input")
                 node.meta["key"] = key
@@ -106,10 +107,11 @@ class Tail(fx.Tracer):
             node = self.create_node("get_attr", self._names[id(a)], (), {})
             self.hold(node, a)
             return node
-        raise ValueError(
-            "it uses a tensor that was in no variable at the first block, and is no buffer; a parameter belongs in a "
-            "module, that of a tied head in an nn.Linear"
-        )
+        raise ValueError("it uses a tensor that was in no variable at the first block, and is no parameter or buffer")
+
+    def proxy_of(self, tensor: torch.Tensor) -> fx.Proxy:
+        """The proxy of a tensor that the graph `knows`."""
+        return self.proxy(self.create_arg(tensor))
 
     def create_proxy(self, kind: str, *args: Any, **kwargs: Any) -> fx.Proxy:
         """Compute a function. One in a context is refused, as torch.fx does not record that."""
@@ -127,7 +129,7 @@ class Tail(fx.Tracer):
             value = func(*args, **kwargs)
             if not isinstance(value, torch.Tensor):
                 return value
-        proxies = pytree.tree_map_only(torch.Tensor, lambda a: self.proxy(self.create_arg(a)), (args, kwargs))
+        proxies = pytree.tree_map_only(torch.Tensor, self.proxy_of, (args, kwargs))
         if is_attribute:
             return getattr(proxies[0][0], func.__self__.__name__)
         return fx.Proxy.__torch_function__(func, (), *proxies)
@@ -141,8 +143,20 @@ class Tail(fx.Tracer):
         if isinstance(output, dict) and type(output) is not dict:
             raise ValueError(f"it makes a {type(output).__name__}")
         self.graph.output(self.create_arg(output))
-        inputs = [node.meta["key"] for node in _alive(_numbers(self.graph), 1)]
+        inputs = [self._key(node) for node in _alive(_numbers(self.graph), 1)]
         return Row(_cut(self.graph), inputs, self.given, self.buffers)
+
+    def _key(self, node: fx.Node) -> int | str | Variable:
+        """An input; a parameter is one under a name that the first stage has."""
+        key: int | str | Variable = node.meta["key"]
+        if not isinstance(key, str):
+            return key
+        layers = tuple(f"{call.target}." for call in self.calls)
+        names = [name for name, p in self._model.named_parameters(remove_duplicate=False) if p is node.meta["value"]]
+        first = next((name for name in names if not name.startswith(layers)), None)
+        if first is None:
+            raise ValueError(f"it uses {key} outside its module, and other stages do not have it")
+        return first
 
 
 def _computed(node: fx.Node) -> Any:
@@ -358,6 +372,7 @@ class _Recording(TorchFunctionMode):
         self._entered = holders_of(blocks[:1]) | _later_rows(model, blocks)
         self._open: list[Call] = []
         self._is_between = False
+        self._find = nn.Module.__getattr__
         self._state: dict[str, tuple[Any, int]] = {}
         self._versions: list[int] = []
 
@@ -373,9 +388,20 @@ class _Recording(TorchFunctionMode):
             with torch.enable_grad(), self:
                 return self._model(*args, **kwargs)
         finally:
-            self._is_between = False
+            self._turn(False)
             for handle in handles:
                 handle.remove()
+
+    def _turn(self, is_between: bool) -> None:
+        """Enter or leave a module. Between them, parameters and buffers are proxies, which take sizes that are, too."""
+
+        def attribute(module: nn.Module, name: str) -> Any:
+            value = self._find(module, name)
+            is_read = isinstance(value, torch.Tensor) and not self.tail.is_computing and self.tail.knows(value)
+            return self.tail.proxy_of(value) if is_read else value  # type: ignore[arg-type]
+
+        self._is_between = is_between
+        nn.Module.__getattr__ = attribute if is_between and self._traces else self._find  # type: ignore[method-assign]
 
     def is_complete(self, output: Any) -> bool:
         """Whether the calls are all that the forward does after the first block, without functions between them."""
@@ -388,7 +414,7 @@ class _Recording(TorchFunctionMode):
         return [n for n, (v, count) in now.items() if n not in known or v is not known[n][0] or count != known[n][1]]
 
     def _enter(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._is_between = False
+        self._turn(False)
         call = Call(path, args, has_grad=torch.is_grad_enabled())
         if not self._open and (self.calls or path in self._blocks):
             if not self.calls:
@@ -425,7 +451,7 @@ class _Recording(TorchFunctionMode):
             self.tail.follow_mode()
             self.tail.hold(self.tail.calls[-1], output)
             self._versions = self.tail.versions()
-        self._is_between = True
+        self._turn(True)
         return self.tail.proxy(self.tail.calls[-1]) if self._traces else output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

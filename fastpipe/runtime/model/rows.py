@@ -41,13 +41,14 @@ class Row(NamedTuple):
 
     Attributes:
         layers: by the name of their module.
-        inputs: of the first layer: numbers of leaves of the first block's arguments, and variables of the forward.
+        inputs: of the first layer: numbers of leaves of the first block's arguments, variables of the forward, and
+            names of parameters that later functions use.
         given: the first block's arguments `without_tensors`.
         buffers: the names of those among their leaves, by number.
     """
 
     layers: Mapping[str, RowLayer]
-    inputs: Sequence[int | Variable]
+    inputs: Sequence[int | str | Variable]
     given: Any
     buffers: Mapping[int, str]
 
@@ -154,7 +155,7 @@ class RowStage(WholeNames):
         else:
             raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
         same = given == row.given and all(leaves[i] is buffer for i, buffer in buffers.items())
-        inputs = [leaves[key] if isinstance(key, int) else variables.get(key) for key in row.inputs] if same else [None]
+        inputs = [self._input(key, leaves, variables) for key in row.inputs] if same else [None]
         if not all(isinstance(value, torch.Tensor) for value in inputs):
             raise OtherInputsError(
                 "split: the model's blocks get other arguments than on the example that it was split with; give these "
@@ -166,6 +167,13 @@ class RowStage(WholeNames):
                 "their own; make that a part of the blocks, or pass the model's layers as a list"
             )
         return tuple(inputs)
+
+    def _input(self, key: int | str | Variable, leaves: Sequence[Any], variables: Mapping[Variable, Any]) -> Any:
+        """One of a row's inputs."""
+        if isinstance(key, int):
+            return leaves[key]
+        # a copy of a parameter: fully_shard frees its memory after the forward
+        return self.get_parameter(key).clone() if isinstance(key, str) else variables.get(key)
 
     def _check_unchanged(self, arguments: Mapping[str, Any]) -> None:
         """Refuse values that other stages do not follow: of arguments, and of attributes changed since the split."""

@@ -42,6 +42,7 @@ from fastpipe.runtime.model.rows import (
     without_tensors,
 )
 
+_MANY_BYTES = 1_000_000
 logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
 
@@ -66,9 +67,9 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
               later module. Blocks are the members of an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential``; of
               a model without these, its modules. From the first block on, modules, and functions between them that
               `torch.fx` can trace, must use only each other's results, tensors in variables when the first block
-              begins, buffers of the model, and constants. Running the example, some twenty times, checks this, and
-              compares the layers with the model: in training and evaluation, under autocast, and with other sizes and
-              numbers.
+              begins, parameters and buffers of the model, and constants. Running the example, some twenty times, checks
+              this, and compares the layers with the model: in training and evaluation, under autocast, and with other
+              sizes and numbers.
         example: one microbatch, as the model takes it; required for the last kind.
         kwargs: keyword arguments of the example. Of the last kind a step must have the same ones, with the same
             values where these are no tensors and the comparison finds that layers would not follow them.
@@ -145,6 +146,7 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             refusals[i] = error
             continue
         _warn_of_first(layers, [refusals[number] for number in sorted(refusals)])
+        _warn_of_parameters(model, row)
         return layers
     raise refusals[min(refusals)]  # that of the most likely candidate says most
 
@@ -155,6 +157,17 @@ def _warn_of_first(layers: Layers, refusals: Sequence[ValueError]) -> None:
     if refusals and 2 * sizes[0] > sum(sizes):
         text = "split: %.0f %% of the parameters are in the first layer, as the larger list of blocks is refused: %s"
         logger.warning(text, 100 * sizes[0] / sum(sizes), refusals[0])
+
+
+def _warn_of_parameters(model: nn.Module, row: Row) -> None:
+    """Name large parameters that the first stage sends to later ones with every microbatch."""
+    sizes = {key: model.get_parameter(key).nbytes for key in row.inputs if isinstance(key, str)}
+    if sum(sizes.values()) > _MANY_BYTES:
+        text = (
+            "split: functions after the first block use %s, so the first stage sends %.0f MB more with every "
+            "microbatch; use a module instead, as an nn.Linear whose weight is that of an embedding"
+        )
+        logger.warning(text, " and ".join(sizes), sum(sizes.values()) / 1e6)
 
 
 def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
