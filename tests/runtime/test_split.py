@@ -275,7 +275,7 @@ WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     ),
     "the norm early": (
         lambda m, x: ending(m, through(m, m.inner["norm"](x))),
-        "in sequence do not return the model's output",
+        "inner.norm is called twice, and its weights",
     ),
 }
 
@@ -371,6 +371,21 @@ def test_functions_between_modules(what: str, schedule: str, num_ranks: int, exe
     assert parity.ok, parity
     assert pipe.state_dict().keys() == model.state_dict().keys()
     assert pipe.eval_step(ids).outputs.shape == target.shape
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 3), ("zbv", 2), ("dualpipe", 2)])
+def test_a_module_without_weights_is_called_many_times(schedule: str, num_ranks: int, executor: str) -> None:
+    """Before the blocks, between them, and after; each stage that calls it has it, and its mode."""
+    model = Wrong(lambda m, x: ending(m, m.inner["drop"](through(m, x, m.inner["drop"]))))
+    model.inner["drop"].p = 0.3
+    layers = fastpipe.split(model, batch()[0][:1])
+    assert len(layers) == 1 + 12 + 1 + 2
+    pipe = fastpipe.Pipeline(layers, schedule, 4, loss_fn, num_ranks=num_ranks, executor=executor, rng="per_microbatch")
+    parity = fastpipe.check_parity(pipe, layers, batch())
+    assert parity.ok, parity
+    for stage in pipe.stage_modules.values():
+        stage.eval()
+        assert not any(module.training for module in stage.modules())
 
 
 def test_large_parameters_that_are_sent_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,15 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
-from fastpipe.runtime.common import children_of, first_line, pytree, tensor_leaves, torch_private, version_of
+from fastpipe.runtime.common import (
+    children_of,
+    first_line,
+    pytree,
+    tensor_leaves,
+    tensors_of,
+    torch_private,
+    version_of,
+)
 from fastpipe.runtime.model.hugging_face import INSTEAD
 from fastpipe.runtime.model.rows import Row, RowLayer, Variable, holders_of, state_of, variables_in, without_tensors
 
@@ -134,8 +142,11 @@ class Tail(fx.Tracer):
             return getattr(proxies[0][0], func.__self__.__name__)
         return fx.Proxy.__torch_function__(func, (), *proxies)
 
-    def row(self, output: Any) -> Row:
+    def row(self, output: Any, early: Collection[str]) -> Row:
         """End with the model's output.
+
+        Args:
+            early: modules of layers that precede the first, too.
 
         Raises:
             ValueError: if it cannot be an output, or a layer would change a value that another one has.
@@ -144,7 +155,7 @@ class Tail(fx.Tracer):
             raise ValueError(f"it makes a {type(output).__name__}")
         self.graph.output(self.create_arg(output))
         inputs = [self._key(node) for node in _alive(_numbers(self.graph), 1)]
-        return Row(_cut(self.graph), inputs, self.given, self.buffers)
+        return Row(_cut(self.graph), early, inputs, self.given, self.buffers)
 
     def _key(self, node: fx.Node) -> int | str | Variable:
         """An input; a parameter is one under a name that the first stage has."""
@@ -218,9 +229,10 @@ def row_of_modules(model: nn.Module, blocks: Sequence[str], args: Sequence[Any],
     names = [call.path for call in recording.calls]
     if not names:
         raise ValueError(f"model: its blocks are {blocks[0]} to {blocks[-1]}, and its forward calls none; {INSTEAD}")
-    twice = next((name for name in names if names.count(name) > 1), None)
+    several = (name for name in names if names.count(name) > 1 or name in recording.early())
+    twice = next((name for name in several if any(tensors_of(model.get_submodule(name)))), None)
     if twice is not None:
-        raise ValueError(f"model: {twice} is called twice; {INSTEAD}")
+        raise ValueError(f"model: {twice} is called twice, and its weights would be in several layers; {INSTEAD}")
     changed = recording.changed()
     if changed:
         raise ValueError(
@@ -234,7 +246,7 @@ def row_of_modules(model: nn.Module, blocks: Sequence[str], args: Sequence[Any],
     except ValueError:
         if not recording.is_complete(output):
             raise
-    return recording.tail.row(output)
+    return recording.tail.row(output, recording.early())
 
 
 def _traced(
@@ -243,7 +255,8 @@ def _traced(
     """The row of another run, with what the forward does after each module."""
     recording = _Recording(model, blocks, traces=True)
     try:
-        return recording.tail.row(recording.run(args, kwargs))
+        output = recording.run(args, kwargs)
+        return recording.tail.row(output, recording.early())
     except Exception as error:  # of the model's code, which gets proxies
         at = len(recording.calls) - 1
         place = f"between {names[at]} and {names[at + 1]}" if at + 1 < len(names) else f"after {names[-1]}"
@@ -298,10 +311,10 @@ def _check_unshared(alive: Sequence[fx.Node]) -> None:
             raise ValueError("it changes in place a value of which later layers have a view, too")
 
 
-def _cut(graph: fx.Graph) -> dict[str, RowLayer]:
+def _cut(graph: fx.Graph) -> list[RowLayer]:
     """A layer for each call of a module."""
     numbers = _numbers(graph)
-    layers = {}
+    layers = []
     for layer in range(1, max(numbers.values()) + 1):
         arriving, leaving = _alive(numbers, layer), _alive(numbers, layer + 1)
         _check_unshared(leaving)
@@ -321,7 +334,8 @@ def _cut(graph: fx.Graph) -> dict[str, RowLayer]:
                 made.output(args[0])
         if leaving:
             made.output(tuple(copies[node] for node in leaving))
-        layers[path] = RowLayer(fx.GraphModule(nn.Module(), made), [str(node.target) for node in buffers])
+        function = fx.GraphModule(nn.Module(), made)
+        layers.append(RowLayer(path, function, [str(node.target) for node in buffers]))
     return layers
 
 
@@ -368,6 +382,7 @@ class _Recording(TorchFunctionMode):
         self.calls: list[Call] = []
         self.tail = Tail(model)
         self.has_functions = False
+        self._before: set[str] = set()
         self._model, self._blocks, self._keeps_graph, self._traces = model, blocks, keeps_graph, traces
         self._entered = holders_of(blocks[:1]) | _later_rows(model, blocks)
         self._open: list[Call] = []
@@ -403,6 +418,10 @@ class _Recording(TorchFunctionMode):
         self._is_between = is_between
         nn.Module.__getattr__ = attribute if is_between and self._traces else self._find  # type: ignore[method-assign]
 
+    def early(self) -> set[str]:
+        """Modules that the forward calls before its first block, and again later."""
+        return self._before & {call.path for call in self.calls}
+
     def is_complete(self, output: Any) -> bool:
         """Whether the calls are all that the forward does after the first block, without functions between them."""
         return not self.has_functions and self.tail.knows(output) and self._versions == self.tail.versions()
@@ -422,6 +441,8 @@ class _Recording(TorchFunctionMode):
                 self.tail.begin(args, kwargs, _variables())
             call.args, kwargs = self._add(path, args, kwargs)
             self.calls.append(call)
+        elif not self.calls:
+            self._before.add(path)
         self._open.append(call)
         return call.args, kwargs
 

@@ -26,12 +26,14 @@ class RowLayer(NamedTuple):
     """A module and the functions that follow it.
 
     Attributes:
+        path: the module's name in the model.
         function: takes what calls the module, the values that the previous layer passes on, and buffers; returns a
             tuple of the values that this one passes on, or the model's output.
         buffers: the names of the model's buffers that it takes. A step passes those that are there, which may have been
             loaded or moved.
     """
 
+    path: str
     function: fx.GraphModule
     buffers: Sequence[str]
 
@@ -40,14 +42,16 @@ class Row(NamedTuple):
     """A model from its first block on.
 
     Attributes:
-        layers: by the name of their module.
+        layers: in order. A module without parameters and buffers may be in several, and precede the first.
+        early: modules of layers that precede the first, too.
         inputs: of the first layer: numbers of leaves of the first block's arguments, variables of the forward, and
             names of parameters that later functions use.
         given: the first block's arguments `without_tensors`.
         buffers: the names of those among their leaves, by number.
     """
 
-    layers: Mapping[str, RowLayer]
+    layers: Sequence[RowLayer]
+    early: Collection[str]
     inputs: Sequence[int | str | Variable]
     given: Any
     buffers: Mapping[int, str]
@@ -85,24 +89,26 @@ class RowStage(WholeNames):
         layers: Sequence[int],
     ) -> None:
         super().__init__()
-        names = list(row.layers)
-        own = [names[layer - 1] for layer in layers if layer]
+        own = [row.layers[layer - 1] for layer in layers if layer]
         begins = 0 in layers
-        self._ends = len(names) in layers
+        self._ends = len(row.layers) in layers
+        names = {layer.path for layer in row.layers}
         holders = holders_of(names)
-        kept = _kept(model, "", names, holders, own, begins)
+        kept = _kept(
+            model, "", names, holders, {layer.path for layer in own} | set(row.early if begins else ()), begins
+        )
         assert kept is not None
         torch_private.share_tensors(self, kept)
         torch_private.set_children(self, children_of(kept))
         # not children: they are submodules already, under the model's names
-        self._own = [(model.get_submodule(name), row.layers[name]) for name in own]
+        self._own = [(model.get_submodule(layer.path), layer) for layer in own]
         copied: list[tuple[nn.Module, nn.Module]] = []
-        self._before = [(_before_row(model, "", names, holders, copied), row)] if begins else []
+        self._before = [(_before_row(model, "", names - set(row.early), holders, copied), row)] if begins else []
         if begins:
             self.stand_for(model, copied)
             self._signature = inspect.signature(model.forward)
         self._fixed, self._constants = fixed, constants
-        self._share_buffers(model, {buffer for name in own for buffer in row.layers[name].buffers})
+        self._share_buffers(model, {buffer for layer in own for buffer in layer.buffers})
         self._share_buffers(model, row.buffers.values() if begins else ())
         self._names = accepted_names(model) if begins else frozenset()
         self._recomputes = False
@@ -238,7 +244,7 @@ def _device_of(values: Any) -> torch.device:
 
 
 def _kept(
-    module: nn.Module, path: str, row: Collection[str], holders: Collection[str], own: Sequence[str], begins: bool
+    module: nn.Module, path: str, row: Collection[str], holders: Collection[str], own: Collection[str], begins: bool
 ) -> nn.Module | None:
     """A stage's part of a module: all, some submodules under the same names, or None."""
     if path in row or path not in holders:

@@ -171,7 +171,8 @@ def _warn_of_parameters(model: nn.Module, row: Row) -> None:
 
 
 def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
-    holders = holders_of(row.layers)
+    paths = {layer.path for layer in row.layers}
+    holders = holders_of(paths)
     for path in holders:
         check_whole_unhooked(model.get_submodule(path))
 
@@ -183,10 +184,10 @@ def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dic
     _check_complete(model, layers)
 
     def whole(args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Any:
-        return _observed(model, row.layers, lambda: model(*args, **named))
+        return _observed(model, paths, lambda: model(*args, **named))
 
     def sequence(args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Any:
-        return _observed(model, row.layers, lambda: _run_layers(model, layers, args, named))
+        return _observed(model, paths, lambda: _run_layers(model, layers, args, named))
 
     _compare(model, layers, whole, sequence)
     device = next((tensor.device.type for tensor in model.parameters()), "cpu")
