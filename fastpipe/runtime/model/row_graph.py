@@ -1,46 +1,95 @@
 """From a model's forward to its `Row`.
 
-On an example, the forward is traced as one graph of `torch.fx` from the first block on. Its nodes are the calls of
-modules, and functions between them; it is cut before each call.
+The forward runs on an example. From the first block on, the calls of modules, and functions of torch between them, are
+recorded as a graph of `torch.fx`; it is cut before each call. The forward gets the values that these return, with
+`Number`s for sizes, so arithmetic of sizes is recorded, too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_arg
-from torch.overrides import TorchFunctionMode
+from torch.fx.node import map_aggregate, map_arg
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
-from fastpipe.runtime.common import (
-    children_of,
-    first_line,
-    pytree,
-    tensor_leaves,
-    tensors_of,
-    torch_private,
-    version_of,
-)
+from fastpipe.runtime.common import children_of, pytree, tensor_leaves, tensors_of, torch_private, version_of
 from fastpipe.runtime.model.hugging_face import INSTEAD
-from fastpipe.runtime.model.rows import Row, RowLayer, Variable, holders_of, state_of, variables_in, without_tensors
+from fastpipe.runtime.model.rows import (
+    Row,
+    RowLayer,
+    Variable,
+    check_same,
+    holders_of,
+    state_of,
+    variables_in,
+    without_tensors,
+)
 
 _MAX_TRIED = 4
 
 
+class UntraceableError(ValueError):
+    """The forward does what cannot be recorded."""
+
+
+class UnhashableError(UntraceableError, TypeError):
+    """A `Number` is hashed; callers with a cache expect a TypeError."""
+
+
+class Number(int):
+    """A size, or what a forward computes with sizes; it records its arithmetic, and what is decided by it."""
+
+    tail: Tail
+
+    def __hash__(self) -> int:
+        if self.tail.knows(self):
+            raise UnhashableError("a cache, or a dict, has sizes as keys")
+        return int(self).__hash__()
+
+
+def _arithmetic(name: str, *, is_reversed: bool = False) -> Callable[..., Any]:
+    function = getattr(operator, name)
+
+    def method(self: Number, *others: Any) -> Any:
+        value = getattr(int, f"__{'r' * is_reversed}{name}__")(self, *others)
+        return value if type(value) is not int else self.tail.number(value, function, self, others, is_reversed)
+
+    return method
+
+
+def _comparison(name: str, function: Callable[..., bool]) -> Callable[..., Any]:
+    def method(self: Number, *others: Any) -> Any:
+        value = getattr(int, name)(self, *others)
+        if value is not NotImplemented and self.tail.knows(self):
+            self.tail.check(self.tail.add(function, (self, *others), {}), value)
+        return value
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    setattr(Number, f"__{_name}__", _arithmetic(_name))
+    setattr(Number, f"__r{_name}__", _arithmetic(_name, is_reversed=True))
+Number.__neg__ = _arithmetic("neg")  # type: ignore[method-assign]
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Number, f"__{_name}__", _comparison(f"__{_name}__", getattr(operator, _name)))
+Number.__bool__ = _comparison("__bool__", bool)  # type: ignore[method-assign]
+
+
 class Tail(fx.Tracer):
-    """Traces a model's forward from its first block on; functions are computed as they are traced.
+    """Records a model's forward from its first block on.
 
     Attributes:
         calls: the nodes that call modules, in order.
         given, buffers: as in `Row`.
-        is_computing: whether a traced function runs, and not the model's forward.
+        is_recording: from the first block until the forward ends.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,22 +98,23 @@ class Tail(fx.Tracer):
         self.calls: list[fx.Node] = []
         self.given: Any = None
         self.buffers: dict[int, str] = {}
-        self.is_computing = False
-        self._names = {id(buffer): name for name, buffer in model.named_buffers()}
+        self.is_recording = False
         self._model = model
-        self._nodes: dict[int, fx.Node] = {}  # of tensors, which they hold, by id
+        self._names = {id(buffer): name for name, buffer in model.named_buffers()}
+        self._nodes: dict[int, fx.Node] = {}  # of tensors, devices and numbers, which they hold, by id
         self._devices: list[str] = []
         self._mode: list[bool] = []
 
-    def begin(self, args: Any, kwargs: Any, variables: Mapping[Variable, torch.Tensor]) -> None:
-        """Take the tensors among the first block's arguments, and in the forward's variables, as inputs."""
+    def begin(self, args: Any, kwargs: Any, variables: Mapping[Variable, Any]) -> None:
+        """Take as inputs: parameters, and the tensors and numbers of the first block's arguments and of variables."""
         leaves = pytree.tree_leaves((args, kwargs))
-        self.given = without_tensors((args, kwargs))
+        self.given = without_tensors(pytree.tree_map_only(Number, lambda _: int, (args, kwargs)))
         self.buffers = {i: self._names[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in self._names}
+        self.is_recording = True
         self._devices = sorted({tensor.device.type for tensor in tensor_leaves(leaves)})
         self.follow_mode()
         for key, value in (*self._model.named_parameters(), *enumerate(leaves), *variables.items()):
-            if isinstance(value, torch.Tensor) and not self.knows(value):
+            if isinstance(value, torch.Tensor | Number) and not self.knows(value):
                 node = self.graph.placeholder("input")
                 node.meta["key"] = key
                 self.hold(node, value)
@@ -77,70 +127,99 @@ class Tail(fx.Tracer):
         return [torch.is_grad_enabled(), *map(torch.is_autocast_enabled, self._devices)]
 
     def knows(self, value: Any) -> bool:
-        """Whether a value is a tensor of the graph."""
-        return id(value) in self._nodes or id(value) in self._names
+        """Whether a value is in the graph."""
+        return self.is_recording and (id(value) in self._nodes or id(value) in self._names)
+
+    def number(self, value: int, function: Any, number: Number, others: Any, is_reversed: bool) -> Number:
+        """The result of arithmetic, recorded if the operands are."""
+        found = self.number_of(value)
+        args = (*others, number) if is_reversed else (number, *others)
+        if any(map(self.knows, args)):
+            self.hold(self.add(function, args, {}), found)
+        return found
+
+    def number_of(self, value: int) -> Number:
+        """A number that can be recorded."""
+        found = Number(value)
+        found.tail = self
+        return found
 
     def hold(self, node: fx.Node, value: Any) -> None:
-        """Set the value of a node."""
+        """Set the value of a node, and add those of its parts."""
         node.meta["value"] = value
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor | torch.device | Number):
             self._nodes[id(value)] = node
-            with self.computing():
-                node.meta["version"] = version_of(value)
+        if isinstance(value, torch.Tensor):
+            node.meta["version"] = version_of(value)
+        for function, key, part in _parts(value):
+            self.hold(self.graph.call_function(function, (node, key)), part)
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Context of calls that are not the forward's."""
-        was, self.is_computing = self.is_computing, True
-        try:
-            yield
-        finally:
-            self.is_computing = was
-
-    def versions(self) -> list[int]:
-        """Of all tensors; they grow with changes in place."""
-        return [version_of(node.meta["value"]) for node in self._nodes.values()]
+    def add(self, function: Any, args: Any, kwargs: Any) -> fx.Node:
+        """Add a function's call."""
+        args, kwargs = self.create_arg(args), self.create_arg(kwargs)
+        if is_tensor_method_or_property(function):
+            return self.graph.call_method(function.__name__, args, kwargs)
+        return self.graph.call_function(function, args, kwargs)
 
     def call(self, path: str, args: Any, kwargs: Any) -> None:
-        """Add the call of a module; its arguments may be proxies."""
-        self.calls.append(self.create_node("call_module", path, self.create_arg(args), self.create_arg(kwargs)))
+        """Add the call of a module."""
+        self.calls.append(self.graph.call_module(path, self.create_arg(args), self.create_arg(kwargs)))
+
+    def check(self, node: fx.Node, value: Any) -> None:
+        """Let a step refuse another value than this one, on which the forward may decide."""
+        self.graph.call_function(check_same, (node, value))
 
     def create_arg(self, a: Any) -> Any:
-        """Find the node of a tensor. Other tensors, which torch.fx would keep as constants, are refused."""
-        if not isinstance(a, torch.Tensor):
-            return super().create_arg(a)
-        if id(a) in self._nodes:
+        """Find the node of a tensor, device or number. Other tensors are refused; torch.fx would keep them."""
+        if id(a) in self._nodes and isinstance(a, torch.Tensor | torch.device | Number):
             return self._nodes[id(a)]
+        if isinstance(a, Number | torch.Size):
+            return int(a) if isinstance(a, Number) else self.create_arg(tuple(a))
+        if not isinstance(a, torch.Tensor):
+            try:
+                return super().create_arg(a)
+            except NotImplementedError as error:
+                raise UntraceableError(f"it gives a {type(a).__name__} to a function or a module") from error
         if id(a) in self._names:
-            node = self.create_node("get_attr", self._names[id(a)], (), {})
+            node = self.graph.get_attr(self._names[id(a)])
             self.hold(node, a)
             return node
-        raise ValueError("it uses a tensor that was in no variable at the first block, and is no parameter or buffer")
+        raise UntraceableError(
+            "it uses a tensor that was in no variable at the first block, and is no parameter or buffer"
+        )
 
-    def proxy_of(self, tensor: torch.Tensor) -> fx.Proxy:
-        """The proxy of a tensor that the graph `knows`."""
-        return self.proxy(self.create_arg(tensor))
+    def of_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of torch, and record it if it gets values that the graph has."""
+        leaves: list[Any] = []
+        map_aggregate((args, kwargs), leaves.append)
+        is_known = any(map(self.knows, leaves))
+        name = getattr(func, "__name__", "")
+        if is_known and (func in _READS or name == "__set__"):
+            raise UntraceableError(f"it {'sets an attribute' if name == '__set__' else 'reads the value'} of a tensor")
+        if is_known and self._modes() != self._mode:
+            raise UntraceableError("it has a no_grad or an autocast of its own")
+        value = func(*_plain(args), **_plain(kwargs))
+        if type(value) is int and func is not torch.Tensor.__len__:
+            value = self.number_of(value)
+        elif isinstance(value, torch.Size):
+            value = torch.Size(map(self.number_of, value))
+        if is_known:
+            value = self._record(func, args, kwargs, value)
+        return value
 
-    def create_proxy(self, kind: str, *args: Any, **kwargs: Any) -> fx.Proxy:
-        """Compute a function. One in a context is refused, as torch.fx does not record that."""
-        if self._modes() != self._mode:
-            raise ValueError("it has a no_grad or an autocast of its own")
-        proxy = super().create_proxy(kind, *args, **kwargs)
-        with self.computing():
-            self.hold(proxy.node, _computed(proxy.node))
-        return proxy
-
-    def of_tensors(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Trace a function that the forward calls with inputs, which are no proxies."""
-        is_attribute = func.__name__ == "__get__"
-        if is_attribute or func is torch.Tensor.__len__:
-            value = func(*args, **kwargs)
-            if not isinstance(value, torch.Tensor):
-                return value
-        proxies = pytree.tree_map_only(torch.Tensor, self.proxy_of, (args, kwargs))
-        if is_attribute:
-            return getattr(proxies[0][0], func.__self__.__name__)
-        return fx.Proxy.__torch_function__(func, (), *proxies)
+    def _record(self, func: Any, args: Any, kwargs: Any, value: Any) -> Any:
+        if not isinstance(value, bool | torch.dtype) and value is not None and not any(_held(value)):
+            return value
+        if getattr(func, "__name__", "") == "__get__":
+            node = self.add(getattr, (args[0], func.__self__.__name__), {})
+        else:
+            node = self.add(func, args, kwargs)
+        if isinstance(value, bool | torch.dtype):
+            self.check(node, value)
+        if isinstance(value, torch.Tensor) and self.knows(value):  # it returns what it gets
+            value = torch.ops.aten.alias(value)
+        self.hold(node, value)
+        return value
 
     def row(self, output: Any, early: Collection[str]) -> Row:
         """End with the model's output.
@@ -152,8 +231,11 @@ class Tail(fx.Tracer):
             ValueError: if it cannot be an output, or a layer would change a value that another one has.
         """
         if isinstance(output, dict) and type(output) is not dict:
-            raise ValueError(f"it makes a {type(output).__name__}")
+            raise UntraceableError(f"it makes a {type(output).__name__}")
         self.graph.output(self.create_arg(output))
+        for node in [*reversed(self.graph.nodes)]:
+            if not node.users and node.target in (operator.getitem, getattr):
+                self.graph.erase_node(node)
         inputs = [self._key(node) for node in _alive(_numbers(self.graph), 1)]
         return Row(_cut(self.graph), early, inputs, self.given, self.buffers)
 
@@ -163,24 +245,38 @@ class Tail(fx.Tracer):
         if not isinstance(key, str):
             return key
         layers = tuple(f"{call.target}." for call in self.calls)
-        names = [name for name, p in self._model.named_parameters(remove_duplicate=False) if p is node.meta["value"]]
+        named = self._model.named_parameters(remove_duplicate=False)
+        names = [name for name, parameter in named if parameter is node.meta["value"]]
         first = next((name for name in names if not name.startswith(layers)), None)
         if first is None:
-            raise ValueError(f"it uses {key} outside its module, and other stages do not have it")
+            raise UntraceableError(f"it uses {key} outside its module, and other stages do not have it")
         return first
 
 
-def _computed(node: fx.Node) -> Any:
-    args, kwargs = values_of((node.args, node.kwargs))
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+def _parts(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
+    """The parts of a value that functions returned, each with the function, and its argument, that get it."""
+    if isinstance(value, dict):
+        yield from ((operator.getitem, key, part) for key, part in value.items())
+    elif isinstance(value, tuple | list):
+        yield from ((operator.getitem, i, part) for i, part in enumerate(value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from ((getattr, field.name, getattr(value, field.name)) for field in fields(value))
 
 
-def values_of(arguments: Any) -> Any:
-    """The values of nodes in arguments."""
-    return map_arg(arguments, lambda node: node.meta["value"])
+def _held(value: Any) -> Iterator[bool]:
+    """For each part of a value, whether the graph has it."""
+    yield isinstance(value, torch.Tensor | torch.device | Number)
+    for _, _, part in _parts(value):
+        yield from _held(part)
+
+
+def _plain(value: Any) -> Any:
+    """Arguments with integers in place of numbers."""
+    leaves: list[Any] = []
+    map_aggregate(value, leaves.append)
+    if not any(isinstance(leaf, Number) for leaf in leaves):
+        return value  # itself, which a module may change
+    return map_aggregate(value, lambda leaf: int(leaf) if isinstance(leaf, Number) else leaf)
 
 
 def rows_of_modules(model: nn.Module) -> list[list[str]]:
@@ -200,6 +296,8 @@ def rows_of_modules(model: nn.Module) -> list[list[str]]:
     # leave out submodules of blocks: the row would be one block, and its first layer the rest of the model
     holders = [f"{row[0].rpartition('.')[0]}." for row in found]
     found = [row for i, row in enumerate(found) if not row[0].startswith(tuple(holders[:i]))]
+    # and what contains blocks: what precedes them would be layers, which is no better
+    found = [row for i, row in enumerate(found) if not any({*row} > {*other} for other in found[:i])]
     found = found[:_MAX_TRIED] or [[name for name, _ in model.named_children()]]
     if len(found[0]) < 2:
         raise ValueError(f"model is a {type(model).__name__} without several modules; {INSTEAD}")
@@ -218,18 +316,22 @@ def _members(path: str, module: nn.Module) -> list[str]:
 def row_of_modules(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Row:
     """The layers of a model from its first block on.
 
-    Anything may precede the first block. From there on, modules and functions that `torch.fx` can trace take what they
-    return, tensors in variables of the forward when the first block begins, buffers, numbers, text and None.
+    Anything may precede the first block. From there on, modules and functions of torch take what they return, tensors
+    in variables of the forward when the first block begins, parameters, buffers, sizes, numbers, text and None.
 
     Raises:
         ValueError: if the model differs, with the place and a remedy.
     """
     recording = _Recording(model, blocks)
-    output = recording.run(args, kwargs)
-    names = [call.path for call in recording.calls]
+    try:
+        output = recording.run(args, kwargs)
+    except UntraceableError as error:
+        raise recording.refusal(error) from error
+    names = recording.names()
     if not names:
         raise ValueError(f"model: its blocks are {blocks[0]} to {blocks[-1]}, and its forward calls none; {INSTEAD}")
-    several = (name for name in names if names.count(name) > 1 or name in recording.early())
+    early = recording.early()
+    several = (name for name in names if names.count(name) > 1 or name in early)
     twice = next((name for name in several if any(tensors_of(model.get_submodule(name)))), None)
     if twice is not None:
         raise ValueError(f"model: {twice} is called twice, and its weights would be in several layers; {INSTEAD}")
@@ -241,29 +343,10 @@ def row_of_modules(model: nn.Module, blocks: Sequence[str], args: Sequence[Any],
         )
     if not all(call.has_grad for call in recording.calls):
         _check_gradients(model, blocks, args, kwargs)
-    try:  # in any case, as a function may return its input on the example only, such as .float()
-        return _traced(model, blocks, args, kwargs, names)
-    except ValueError:
-        if not recording.is_complete(output):
-            raise
-    return recording.tail.row(output, recording.early())
-
-
-def _traced(
-    model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
-) -> Row:
-    """The row of another run, with what the forward does after each module."""
-    recording = _Recording(model, blocks, traces=True)
     try:
-        output = recording.run(args, kwargs)
-        return recording.tail.row(output, recording.early())
-    except Exception as error:  # of the model's code, which gets proxies
-        at = len(recording.calls) - 1
-        place = f"between {names[at]} and {names[at + 1]}" if at + 1 < len(names) else f"after {names[-1]}"
-        raise ValueError(
-            f"model: its forward does something {place if at >= 0 else f'before {names[0]}'} that torch.fx cannot "
-            f"trace ({first_line(error)}); make that a module, or a part of one, {INSTEAD}"
-        ) from error
+        return recording.tail.row(output, early)
+    except UntraceableError as error:
+        raise recording.refusal(error) from error
 
 
 def _check_gradients(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -285,11 +368,14 @@ def _check_gradients(model: nn.Module, blocks: Sequence[str], args: Sequence[Any
 
 
 def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The layer, from 1, to which each node belongs; 0 for inputs."""
-    number, found = 0, {}
+    """The layer, from 1, to which each node belongs; 0 for inputs. Of sizes the first one that can compute them."""
+    number = 0
+    found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         number += node.op == "call_module"
         found[node] = number
+        if node.op in ("call_function", "call_method") and isinstance(node.meta.get("value"), Number | torch.Size):
+            found[node] = max(1, *map(found.__getitem__, node.all_input_nodes))
     return found
 
 
@@ -353,7 +439,7 @@ class Call:
     has_grad: bool = True
 
 
-def _variables() -> dict[Variable, torch.Tensor]:
+def _variables() -> dict[Variable, torch.Tensor | int]:
     """The `variables_in` the forward that a `_Recording` runs."""
     frames, frame = [], inspect.currentframe()
     while frame is not None and frame.f_code is not _Recording.run.__code__:
@@ -363,68 +449,55 @@ def _variables() -> dict[Variable, torch.Tensor]:
 
 
 class _Recording(TorchFunctionMode):
-    """Records the calls of the blocks, and after the first block all outermost calls of modules.
+    """Runs a model's forward, and records it in a `Tail`.
 
     Without ``keeps_graph`` modules return tensors without a graph, as activations of the whole model may not fit.
 
-    Args:
-        traces: the model's forward gets proxies in place of the outputs, so that functions between modules are traced.
-
     Attributes:
-        calls: of `run`.
-        has_functions: whether the forward makes the modules' arguments by functions between them.
+        calls: the outermost calls of modules from the first block on.
     """
 
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[str], *, keeps_graph: bool = False, traces: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[str], *, keeps_graph: bool = False) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.tail = Tail(model)
-        self.has_functions = False
         self._before: set[str] = set()
-        self._model, self._blocks, self._keeps_graph, self._traces = model, blocks, keeps_graph, traces
+        self._model, self._blocks, self._keeps_graph = model, blocks, keeps_graph
         self._entered = holders_of(blocks[:1]) | _later_rows(model, blocks)
         self._open: list[Call] = []
-        self._is_between = False
-        self._find = nn.Module.__getattr__
         self._state: dict[str, tuple[Any, int]] = {}
-        self._versions: list[int] = []
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the model's output; in its place proxies, if it is traced."""
+        """Return the model's output."""
         handles = []
         for path in {name for name, _ in self._model.named_modules()} - self._entered:
             module, hook = self._model.get_submodule(path), partial(self._enter, path)
-            # the user's hooks get what the module gets, and no proxy
+            # the user's hooks get what the module gets
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(self._leave))
         try:
             with torch.enable_grad(), self:
                 return self._model(*args, **kwargs)
         finally:
-            self._turn(False)
+            self.tail.is_recording = False
             for handle in handles:
                 handle.remove()
 
-    def _turn(self, is_between: bool) -> None:
-        """Enter or leave a module. Between them, parameters and buffers are proxies, which take sizes that are, too."""
-
-        def attribute(module: nn.Module, name: str) -> Any:
-            value = self._find(module, name)
-            is_read = isinstance(value, torch.Tensor) and not self.tail.is_computing and self.tail.knows(value)
-            return self.tail.proxy_of(value) if is_read else value  # type: ignore[arg-type]
-
-        self._is_between = is_between
-        nn.Module.__getattr__ = attribute if is_between and self._traces else self._find  # type: ignore[method-assign]
+    def names(self) -> list[str]:
+        """The names of the called modules."""
+        return [call.path for call in self.calls]
 
     def early(self) -> set[str]:
         """Modules that the forward calls before its first block, and again later."""
-        return self._before & {call.path for call in self.calls}
+        return self._before & {*self.names()}
 
-    def is_complete(self, output: Any) -> bool:
-        """Whether the calls are all that the forward does after the first block, without functions between them."""
-        return not self.has_functions and self.tail.knows(output) and self._versions == self.tail.versions()
+    def refusal(self, error: Exception) -> ValueError:
+        """The error for a forward that cannot be recorded, with the place."""
+        place = f"after {self.calls[-1].path}" if self.calls else "before its blocks"
+        return ValueError(
+            f"model: its forward does something {place} that split cannot follow ({error}); make that a module, or a "
+            f"part of one, {INSTEAD}"
+        )
 
     def changed(self) -> list[str]:
         """Attributes and buffers of modules that no stage calls, which the forward changed after the first block."""
@@ -433,65 +506,48 @@ class _Recording(TorchFunctionMode):
         return [n for n, (v, count) in now.items() if n not in known or v is not known[n][0] or count != known[n][1]]
 
     def _enter(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._turn(False)
         call = Call(path, args, has_grad=torch.is_grad_enabled())
-        if not self._open and (self.calls or path in self._blocks):
+        self._open.append(call)
+        if len(self._open) == 1 and (self.calls or path in self._blocks):
             if not self.calls:
                 self._state = state_of(self._model, self._entered)
                 self.tail.begin(args, kwargs, _variables())
-            call.args, kwargs = self._add(path, args, kwargs)
+            self.tail.call(path, args, kwargs)
             self.calls.append(call)
         elif not self.calls:
             self._before.add(path)
-        self._open.append(call)
-        return call.args, kwargs
-
-    def _add(self, path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Add a call to the graph; returns its arguments as tensors."""
-        if self._traces:
-            self.tail.call(path, args, kwargs)
-            node = self.tail.calls[-1]
-            return values_of(node.args), values_of(node.kwargs)
-        self.has_functions |= bool(self.calls) and self._versions != self.tail.versions()
-        try:
-            self.tail.call(path, args, kwargs)
-        except (ValueError, NotImplementedError):
-            self.has_functions = True
-        return args, kwargs
+        return _plain(args), _plain(kwargs)
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
-        call = self._open.pop()
-        if self._open:
-            return output
-        if not self._keeps_graph:
-            output = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-        call.output = output
-        if not self.calls:
-            return output
-        if not self.has_functions:
-            self.tail.follow_mode()
-            self.tail.hold(self.tail.calls[-1], output)
-            self._versions = self.tail.versions()
-        self._turn(True)
-        return self.tail.proxy(self.tail.calls[-1]) if self._traces else output
+        if len(self._open) == 1:
+            if not self._keeps_graph:
+                output = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+            self._open[0].output = output
+            if self.calls:
+                self.tail.follow_mode()
+                self.tail.hold(self.tail.calls[-1], output)
+        self._open.pop()
+        return output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch; values that the forward reads between modules would become constants."""
+        """Call a function of torch, and record it if the forward does that between modules."""
         kwargs = kwargs or {}
-        if not self._is_between or self.tail.is_computing:
-            return func(*args, **kwargs)
-        if func in _READS:
-            if self._traces:
-                raise ValueError("it reads the value of a tensor")
-            self.has_functions = True
-        if self._traces and any(map(self.tail.knows, tensor_leaves((args, kwargs)))):
-            return self.tail.of_tensors(func, args, kwargs)
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if self._open else self.tail.of_function(func, args, kwargs)
 
 
 _READS = {torch.equal, torch.allclose, torch.Tensor.equal, torch.Tensor.allclose} | {
     getattr(torch.Tensor, name)
-    for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__")
+    for name in (
+        "item",
+        "tolist",
+        "numpy",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "__contains__",
+    )
 }
 
 

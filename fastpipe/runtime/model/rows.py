@@ -19,7 +19,7 @@ from fastpipe.runtime.common import children_of, pytree, tensor_leaves, torch_pr
 from fastpipe.runtime.model.chain import FULL, LAYERS, WholeNames, accepted_names, attributes_of, recomputed, shallow
 
 Variable = tuple[int, str, str]
-"""A tensor in a variable of a forward: the number of the frame, the innermost first, the name, and the path within."""
+"""A tensor or an integer in a variable of a forward: the frame, from 0 for the innermost, the name, the path within."""
 
 
 class RowLayer(NamedTuple):
@@ -46,7 +46,7 @@ class Row(NamedTuple):
         early: modules of layers that precede the first, too.
         inputs: of the first layer: numbers of leaves of the first block's arguments, variables of the forward, and
             names of parameters that later functions use.
-        given: the first block's arguments `without_tensors`.
+        given: the first block's arguments `without_tensors`; `int` for an integer that inputs have.
         buffers: the names of those among their leaves, by number.
     """
 
@@ -155,14 +155,15 @@ class RowStage(WholeNames):
         try:
             model(*args, **kwargs)
         except _Reached as reached:  # itself not kept: its traceback has this frame, and holds what the forward made
-            leaves, given = pytree.tree_leaves(reached.call), without_tensors(reached.call)
+            call = reached.call
             needed = any(isinstance(key, tuple) for key in row.inputs)
             variables = variables_in(_frames_of(reached)) if needed else {}
         else:
             raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
-        same = given == row.given and all(leaves[i] is buffer for i, buffer in buffers.items())
+        leaves = pytree.tree_leaves(call)
+        same = _is_like(call, row.given) and all(leaves[i] is buffer for i, buffer in buffers.items())
         inputs = [self._input(key, leaves, variables) for key in row.inputs] if same else [None]
-        if not all(isinstance(value, torch.Tensor) for value in inputs):
+        if not all(isinstance(value, torch.Tensor | int) for value in inputs):
             raise OtherInputsError(
                 "split: the model's blocks get other arguments than on the example that it was split with; give these "
                 "in the example, too"
@@ -298,8 +299,8 @@ def _frames_of(reached: _Reached) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(reached.__traceback__)][:0:-1]
 
 
-def variables_in(frames: Iterable[FrameType]) -> dict[Variable, torch.Tensor]:
-    """The tensors, but for parameters, in the variables of forwards.
+def variables_in(frames: Iterable[FrameType]) -> dict[Variable, torch.Tensor | int]:
+    """The tensors, but for parameters, and the integers in the variables of forwards.
 
     Args:
         frames: of calls that lead to a module of the row, the innermost first.
@@ -309,7 +310,7 @@ def variables_in(frames: Iterable[FrameType]) -> dict[Variable, torch.Tensor]:
     for number, frame in enumerate(frame for frame in frames if frame.f_globals["__name__"] not in ours):
         for name, value in frame.f_locals.items():
             for path, leaf in pytree.tree_leaves_with_path(value):
-                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
+                if isinstance(leaf, torch.Tensor | int) and not isinstance(leaf, nn.Parameter | bool):
                     found[number, name, pytree.keystr(path)] = leaf
     return found
 
@@ -328,6 +329,27 @@ def without_tensors(value: Any) -> Any:
     def kept(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return torch.Tensor
-        return leaf if leaf is None or type(leaf) in plain else type(leaf)
+        return leaf if leaf is None or leaf is int or type(leaf) in plain else type(leaf)
 
     return pytree.tree_map(kept, value)
+
+
+def _is_like(value: Any, known: Any) -> bool:
+    """Whether an argument `without_tensors` is as on the example."""
+    found = pytree.tree_map(
+        lambda own, known: int if known is int and type(own) is int else own, without_tensors(value), known
+    )
+    return bool(found == known)
+
+
+def check_same(value: Any, known: Any) -> None:
+    """Refuse another value than on the example, by which a model's forward may decide what it does.
+
+    Raises:
+        OtherInputsError: if it differs.
+    """
+    if value != known:
+        raise OtherInputsError(
+            f"split: what the model's forward does after its first block may depend on a value that was {known} on the "
+            f"example, and is {value} now: split the model with an example like the step's inputs"
+        )
