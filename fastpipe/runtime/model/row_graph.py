@@ -101,8 +101,9 @@ class Tail(fx.Tracer):
         self.is_recording = False
         self._model = model
         self._names = {id(buffer): name for name, buffer in model.named_buffers()}
-        self._nodes: dict[int, fx.Node] = {}  # of tensors, devices and numbers, which they hold, by id
-        self._devices: list[str] = []
+        self._nodes: dict[int, fx.Node] = {}  # of tensors and numbers, which they hold, by id
+        self._latest: fx.Node  # of a tensor
+        self._devices: list[torch.device] = []
         self._mode: list[bool] = []
 
     def begin(self, args: Any, kwargs: Any, variables: Mapping[Variable, Any]) -> None:
@@ -111,7 +112,7 @@ class Tail(fx.Tracer):
         self.given = without_tensors(pytree.tree_map_only(Number, lambda _: int, (args, kwargs)))
         self.buffers = {i: self._names[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in self._names}
         self.is_recording = True
-        self._devices = sorted({tensor.device.type for tensor in tensor_leaves(leaves)})
+        self._devices = list(dict.fromkeys(tensor.device for tensor in tensor_leaves(leaves)))
         self.follow_mode()
         for key, value in (*self._model.named_parameters(), *enumerate(leaves), *variables.items()):
             if isinstance(value, torch.Tensor | Number) and not self.knows(value):
@@ -124,7 +125,7 @@ class Tail(fx.Tracer):
         self._mode = self._modes()
 
     def _modes(self) -> list[bool]:
-        return [torch.is_grad_enabled(), *map(torch.is_autocast_enabled, self._devices)]
+        return [torch.is_grad_enabled(), *(torch.is_autocast_enabled(device.type) for device in self._devices)]
 
     def knows(self, value: Any) -> bool:
         """Whether a value is in the graph."""
@@ -147,10 +148,11 @@ class Tail(fx.Tracer):
     def hold(self, node: fx.Node, value: Any) -> None:
         """Set the value of a node, and add those of its parts."""
         node.meta["value"] = value
-        if isinstance(value, torch.Tensor | torch.device | Number):
+        if isinstance(value, torch.Tensor | Number):
             self._nodes[id(value)] = node
         if isinstance(value, torch.Tensor):
             node.meta["version"] = version_of(value)
+            self._latest = node
         for function, key, part in _parts(value):
             self.hold(self.graph.call_function(function, (node, key)), part)
 
@@ -170,9 +172,11 @@ class Tail(fx.Tracer):
         self.graph.call_function(check_same, (node, value))
 
     def create_arg(self, a: Any) -> Any:
-        """Find the node of a tensor, device or number. Other tensors are refused; torch.fx would keep them."""
-        if id(a) in self._nodes and isinstance(a, torch.Tensor | torch.device | Number):
+        """Find the node of a tensor or number. Other tensors are refused; torch.fx would keep them."""
+        if id(a) in self._nodes and isinstance(a, torch.Tensor | Number):
             return self._nodes[id(a)]
+        if isinstance(a, torch.device) and a in self._devices:  # a stage may be on another one
+            return self.graph.call_function(getattr, (self._latest, "device"))
         if isinstance(a, Number | torch.Size):
             return int(a) if isinstance(a, Number) else self.create_arg(tuple(a))
         if not isinstance(a, torch.Tensor):
@@ -189,32 +193,36 @@ class Tail(fx.Tracer):
         )
 
     def of_function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of torch, and record it if it gets values that the graph has."""
+        """Call a function of torch; record it if it gets values that the graph has, or makes a tensor of constants."""
         leaves: list[Any] = []
         map_aggregate((args, kwargs), leaves.append)
         is_known = any(map(self.knows, leaves))
-        name = getattr(func, "__name__", "")
-        if is_known and (func in _READS or name == "__set__"):
-            raise UntraceableError(f"it {'sets an attribute' if name == '__set__' else 'reads the value'} of a tensor")
-        if is_known and self._modes() != self._mode:
-            raise UntraceableError("it has a no_grad or an autocast of its own")
+        if is_known and func in _READS:
+            raise UntraceableError("it reads the value of a tensor")
         value = func(*_plain(args), **_plain(kwargs))
         if type(value) is int and func is not torch.Tensor.__len__:
             value = self.number_of(value)
         elif isinstance(value, torch.Size):
             value = torch.Size(map(self.number_of, value))
-        if is_known:
+        is_new = self.is_recording and not any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        if is_known or (is_new and isinstance(value, torch.Tensor)):
             value = self._record(func, args, kwargs, value)
         return value
 
     def _record(self, func: Any, args: Any, kwargs: Any, value: Any) -> Any:
-        if not isinstance(value, bool | torch.dtype) and value is not None and not any(_held(value)):
+        is_plain = isinstance(value, bool | torch.dtype)
+        if not is_plain and value is not None and not any(_held(value)):
             return value
-        if getattr(func, "__name__", "") == "__get__":
+        if self._modes() != self._mode:
+            raise UntraceableError("it has a no_grad or an autocast of its own")
+        name = getattr(func, "__name__", "")
+        if name == "__set__":
+            raise UntraceableError("it sets an attribute of a tensor")
+        if name == "__get__":
             node = self.add(getattr, (args[0], func.__self__.__name__), {})
         else:
             node = self.add(func, args, kwargs)
-        if isinstance(value, bool | torch.dtype):
+        if is_plain:
             self.check(node, value)
         if isinstance(value, torch.Tensor) and self.knows(value):  # it returns what it gets
             value = torch.ops.aten.alias(value)
@@ -265,7 +273,7 @@ def _parts(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
 
 def _held(value: Any) -> Iterator[bool]:
     """For each part of a value, whether the graph has it."""
-    yield isinstance(value, torch.Tensor | torch.device | Number)
+    yield isinstance(value, torch.Tensor | Number)
     for _, _, part in _parts(value):
         yield from _held(part)
 
