@@ -252,7 +252,7 @@ ONES = torch.ones(1)
 WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "a layer's weight": (
         lambda m, x: m.head(nn.functional.linear(through(m, x), m.inner["blocks"][2].mix.weight)),
-        "after head .*it uses inner.blocks.2.mix.weight outside its module",
+        "after its first block .*it uses inner.blocks.2.mix.weight outside its module",
     ),
     "a block twice": (
         lambda m, x: ending(m, through(m, m.inner["blocks"][5](x))),
@@ -311,7 +311,7 @@ WRONG |= {
     ),
     "an object": (
         lambda m, x: OrderedDict(logits=ending(m, through(m, x))),
-        "something after head .*it makes a OrderedDict",
+        "something after its first block .*it makes a OrderedDict",
     ),
     "rows of the input": (
         lambda m, x: ending(m, through(m, x) / len(x)),

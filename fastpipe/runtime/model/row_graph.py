@@ -334,7 +334,7 @@ def row_of_modules(model: nn.Module, blocks: Sequence[str], args: Sequence[Any],
     try:
         output = recording.run(args, kwargs)
     except UntraceableError as error:
-        raise recording.refusal(error) from error
+        raise _refusal([blocks[0], *recording.names()][-1], error) from error
     names = recording.names()
     if not names:
         raise ValueError(f"model: its blocks are {blocks[0]} to {blocks[-1]}, and its forward calls none; {INSTEAD}")
@@ -354,7 +354,15 @@ def row_of_modules(model: nn.Module, blocks: Sequence[str], args: Sequence[Any],
     try:
         return recording.tail.row(output, early)
     except UntraceableError as error:
-        raise recording.refusal(error) from error
+        raise _refusal("its first block", error) from error
+
+
+def _refusal(after: str, error: Exception) -> ValueError:
+    """The error for a forward that cannot be recorded."""
+    return ValueError(
+        f"model: its forward does something after {after} that split cannot follow ({error}); make that a module, or a "
+        f"part of one, {INSTEAD}"
+    )
 
 
 def _check_gradients(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -402,7 +410,7 @@ def _check_unshared(alive: Sequence[fx.Node]) -> None:
     for pointer, nodes in found.items():
         known = max(node.meta["version"] for node in nodes)
         if pointer and len(nodes) > 1 and any(version_of(node.meta["value"]) > known for node in nodes):
-            raise ValueError("it changes in place a value of which later layers have a view, too")
+            raise UntraceableError("it changes in place a value of which later layers have a view, too")
 
 
 def _cut(graph: fx.Graph) -> list[RowLayer]:
@@ -498,14 +506,6 @@ class _Recording(TorchFunctionMode):
     def early(self) -> set[str]:
         """Modules that the forward calls before its first block, and again later."""
         return self._before & {*self.names()}
-
-    def refusal(self, error: Exception) -> ValueError:
-        """The error for a forward that cannot be recorded, with the place."""
-        place = f"after {self.calls[-1].path}" if self.calls else "before its blocks"
-        return ValueError(
-            f"model: its forward does something {place} that split cannot follow ({error}); make that a module, or a "
-            f"part of one, {INSTEAD}"
-        )
 
     def changed(self) -> list[str]:
         """Attributes and buffers of modules that no stage calls, which the forward changed after the first block."""
