@@ -19,7 +19,15 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
-from fastpipe.runtime.common import children_of, pytree, tensor_leaves, tensors_of, torch_private, version_of
+from fastpipe.runtime.common import (
+    children_of,
+    cuda_devices,
+    pytree,
+    tensor_leaves,
+    tensors_of,
+    torch_private,
+    version_of,
+)
 from fastpipe.runtime.model.hugging_face import INSTEAD
 from fastpipe.runtime.model.rows import (
     Row,
@@ -118,7 +126,7 @@ class Tail(fx.Tracer):
             if isinstance(value, torch.Tensor | Number) and not self.knows(value):
                 node = self.graph.placeholder("input")
                 node.meta["key"] = key
-                self.hold(node, value)
+                self.hold(node, value, not isinstance(key, str))
 
     def follow_mode(self) -> None:
         """Let functions from here on have the present modes of autograd and autocast."""
@@ -136,7 +144,7 @@ class Tail(fx.Tracer):
         found = self.number_of(value)
         args = (*others, number) if is_reversed else (number, *others)
         if any(map(self.knows, args)):
-            self.hold(self.add(function, args, {}), found)
+            self.hold(self.add(function, args, {}), found, all(map(self._is_given, args)))
         return found
 
     def number_of(self, value: int) -> Number:
@@ -145,16 +153,16 @@ class Tail(fx.Tracer):
         found.tail = self
         return found
 
-    def hold(self, node: fx.Node, value: Any) -> None:
+    def hold(self, node: fx.Node, value: Any, is_given: bool) -> None:
         """Set the value of a node, and add those of its parts."""
-        node.meta["value"] = value
+        node.meta.update(value=value, is_given=is_given)
         if isinstance(value, torch.Tensor | Number):
             self._nodes[id(value)] = node
         if isinstance(value, torch.Tensor):
             node.meta["version"] = version_of(value)
             self._latest = node
         for function, key, part in _parts(value):
-            self.hold(self.graph.call_function(function, (node, key)), part)
+            self.hold(self.graph.call_function(function, (node, key)), part, is_given)
 
     def add(self, function: Any, args: Any, kwargs: Any) -> fx.Node:
         """Add a function's call."""
@@ -186,10 +194,11 @@ class Tail(fx.Tracer):
                 raise UntraceableError(f"it gives a {type(a).__name__} to a function or a module") from error
         if id(a) in self._names:
             node = self.graph.get_attr(self._names[id(a)])
-            self.hold(node, a)
+            self.hold(node, a, True)
             return node
         raise UntraceableError(
-            "it uses a tensor that was in no variable at the first block, and is no parameter or buffer"
+            "it uses a tensor that was in no variable at the first block, and is no parameter or buffer: assign it to "
+            "a variable"
         )
 
     def of_function(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -197,21 +206,35 @@ class Tail(fx.Tracer):
         leaves: list[Any] = []
         map_aggregate((args, kwargs), leaves.append)
         is_known = any(map(self.knows, leaves))
-        if is_known and func in _READS:
+        is_given = self.is_recording and all(map(self._is_given, leaves))
+        if is_known and func in _READS and not is_given:
             raise UntraceableError("it reads the value of a tensor")
+        states = self._random_states() if is_given else []
         value = func(*_plain(args), **_plain(kwargs))
-        if type(value) is int and func is not torch.Tensor.__len__:
+        if type(value) is int and func not in _INTEGERS:
             value = self.number_of(value)
         elif isinstance(value, torch.Size):
             value = torch.Size(map(self.number_of, value))
         is_new = self.is_recording and not any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if is_known or (is_new and isinstance(value, torch.Tensor)):
-            value = self._record(func, args, kwargs, value)
+            is_given = is_given and all(map(torch.equal, states, self._random_states()))
+            value = self._record(func, args, kwargs, value, is_given)
         return value
 
-    def _record(self, func: Any, args: Any, kwargs: Any, value: Any) -> Any:
-        is_plain = isinstance(value, bool | torch.dtype)
+    def _is_given(self, value: Any) -> bool:
+        """Whether a value depends on inputs and constants only; not on modules, weights or random numbers."""
+        node = self._nodes.get(id(value)) if isinstance(value, torch.Tensor | Number) else None
+        return node is None or node.meta["is_given"]
+
+    def _random_states(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda_devices([self._model]))]
+
+    def _record(self, func: Any, args: Any, kwargs: Any, value: Any, is_given: bool) -> Any:
+        is_plain = isinstance(value, bool | torch.dtype) or (func in _READS and isinstance(value, int | float))
+        is_plain = is_plain and not isinstance(value, Number)
         if not is_plain and value is not None and not any(_held(value)):
+            if func in _READS:
+                raise UntraceableError("it reads the values of a tensor")
             return value
         if self._modes() != self._mode:
             raise UntraceableError("it has a no_grad or an autocast of its own")
@@ -226,7 +249,7 @@ class Tail(fx.Tracer):
             self.check(node, value)
         if isinstance(value, torch.Tensor) and self.knows(value):  # it returns what it gets
             value = torch.ops.aten.alias(value)
-        self.hold(node, value)
+        self.hold(node, value, is_given)
         return value
 
     def row(self, output: Any, early: Collection[str]) -> Row:
@@ -312,6 +335,11 @@ def rows_of_modules(model: nn.Module) -> list[list[str]]:
     return found
 
 
+def holder_of(model: nn.Module, row: Sequence[str]) -> nn.Module:
+    """The module with the members of a row."""
+    return model.get_submodule(row[0].rpartition(".")[0])
+
+
 def _members(path: str, module: nn.Module) -> list[str]:
     """The members of a list or dict; in place of one without a forward, such as another list, its own members."""
     found = []
@@ -321,16 +349,25 @@ def _members(path: str, module: nn.Module) -> list[str]:
     return found
 
 
-def row_of_modules(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Row:
+def row_of_modules(
+    model: nn.Module,
+    blocks: Sequence[str],
+    others: Sequence[Sequence[str]],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Row:
     """The layers of a model from its first block on.
 
     Anything may precede the first block. From there on, modules and functions of torch take what they return, tensors
     in variables of the forward when the first block begins, parameters, buffers, sizes, numbers, text and None.
 
+    Args:
+        others: further blocks that are layers, each by itself.
+
     Raises:
         ValueError: if the model differs, with the place and a remedy.
     """
-    recording = _Recording(model, blocks)
+    recording = _Recording(model, blocks, others)
     try:
         output = recording.run(args, kwargs)
     except UntraceableError as error:
@@ -350,7 +387,7 @@ def row_of_modules(model: nn.Module, blocks: Sequence[str], args: Sequence[Any],
             f"own do that, {INSTEAD}"
         )
     if not all(call.has_grad for call in recording.calls):
-        _check_gradients(model, blocks, args, kwargs)
+        _check_gradients(_Recording(model, blocks, others, keeps_graph=True), model, args, kwargs)
     try:
         return recording.tail.row(output, early)
     except UntraceableError as error:
@@ -365,12 +402,11 @@ def _refusal(after: str, error: Exception) -> ValueError:
     )
 
 
-def _check_gradients(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_gradients(recording: _Recording, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse a forward that trains nothing in a block, by no_grad around it, where the block as a layer is trained.
 
     In a reentrant checkpoint gradients are off, too, and its output requires one all the same.
     """
-    recording = _Recording(model, blocks, keeps_graph=True)
     recording.run(args, kwargs)
     for call in recording.calls:
         given = tensor_leaves(call.args)
@@ -473,13 +509,20 @@ class _Recording(TorchFunctionMode):
         calls: the outermost calls of modules from the first block on.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], *, keeps_graph: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        others: Sequence[Sequence[str]],
+        *,
+        keeps_graph: bool = False,
+    ) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.tail = Tail(model)
         self._before: set[str] = set()
         self._model, self._blocks, self._keeps_graph = model, blocks, keeps_graph
-        self._entered = holders_of(blocks[:1]) | _later_rows(model, blocks)
+        self._entered = holders_of(row[0] for row in (blocks, *others)) | _later_rows(model, blocks)
         self._open: list[Call] = []
         self._state: dict[str, tuple[Any, int]] = {}
 
@@ -533,7 +576,7 @@ class _Recording(TorchFunctionMode):
             self._open[0].output = output
             if self.calls:
                 self.tail.follow_mode()
-                self.tail.hold(self.tail.calls[-1], output)
+                self.tail.hold(self.tail.calls[-1], output, False)
         self._open.pop()
         return output
 
@@ -543,18 +586,14 @@ class _Recording(TorchFunctionMode):
         return func(*args, **kwargs) if self._open else self.tail.of_function(func, args, kwargs)
 
 
-_READS = {torch.equal, torch.allclose, torch.Tensor.equal, torch.Tensor.allclose} | {
+_INTEGERS = torch.Tensor.__len__, torch.Tensor.__int__, torch.Tensor.__index__
+"""Python makes an int of what they return."""
+
+_READS = {torch.equal, torch.allclose, torch.is_nonzero} | {
     getattr(torch.Tensor, name)
     for name in (
-        "item",
-        "tolist",
-        "numpy",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__complex__",
-        "__contains__",
+        *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"),
+        *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
     )
 }
 

@@ -31,7 +31,7 @@ from fastpipe.runtime.model.chain import (
 )
 from fastpipe.runtime.model.cuts import restored
 from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, instead, is_hugging_face, no_cache
-from fastpipe.runtime.model.row_graph import row_of_modules, rows_of_modules
+from fastpipe.runtime.model.row_graph import holder_of, row_of_modules, rows_of_modules
 from fastpipe.runtime.model.rows import (
     OtherInputsError,
     Row,
@@ -134,9 +134,13 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             "its forward"
         )
     found, refusals = {}, {}
-    for i, blocks in enumerate(rows_of_modules(model)):
+    rows = rows_of_modules(model)
+    lists = [row for row in rows if not isinstance(holder_of(model, row), nn.Sequential)]  # which is entered anyway
+    tries = [(row, [other for other in lists if other is not row]) for row in rows]
+    tries += [(row, []) for row, others in tries if others]
+    for i, (blocks, others) in enumerate(tries):
         try:
-            found[i] = _run_restored(model, partial(row_of_modules, model, blocks, example, kwargs))
+            found[i] = _run_restored(model, partial(row_of_modules, model, blocks, others, example, kwargs))
         except ValueError as error:
             refusals[i] = error
     for i, row in sorted(found.items(), key=lambda item: -len(item[1].layers)):
@@ -145,18 +149,18 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         except ValueError as error:
             refusals[i] = error
             continue
-        _warn_of_first(layers, [refusals[number] for number in sorted(refusals)])
+        _warn_of_largest(layers, [refusals[number] for number in sorted(refusals)])
         _warn_of_parameters(model, row)
         return layers
     raise refusals[min(refusals)]  # that of the most likely candidate says most
 
 
-def _warn_of_first(layers: Layers, refusals: Sequence[ValueError]) -> None:
-    """Say why the blocks are not layers, if another list was taken for them, and most of the model precedes it."""
+def _warn_of_largest(layers: Layers, refusals: Sequence[ValueError]) -> None:
+    """Say why blocks are not layers, if most of the model is in one layer, and what would cut that is refused."""
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    if refusals and 2 * sizes[0] > sum(sizes):
-        text = "split: %.0f %% of the parameters are in the first layer, as the larger list of blocks is refused: %s"
-        logger.warning(text, 100 * sizes[0] / sum(sizes), refusals[0])
+    if refusals and 2 * max(sizes) > sum(sizes):
+        text = "split: %.0f %% of the parameters are in layer %d of %d, as other blocks than these are refused: %s"
+        logger.warning(text, 100 * max(sizes) / sum(sizes), sizes.index(max(sizes)), len(sizes), refusals[0])
 
 
 def _warn_of_parameters(model: nn.Module, row: Row) -> None:
