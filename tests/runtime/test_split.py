@@ -309,10 +309,6 @@ WRONG |= {
         lambda m, x: ending(m, through(m, x, lambda x: x * 2 if x.mean() > 0 else x)),
         "after inner.blocks.0 .*it reads the value of a tensor",
     ),
-    "an object": (
-        lambda m, x: OrderedDict(logits=ending(m, through(m, x))),
-        "something after its first block .*it makes a OrderedDict",
-    ),
     "rows of the input": (
         lambda m, x: ending(m, through(m, x) / len(x)),
         "another number of rows in the example.*a size or value that it read before;",
@@ -444,6 +440,30 @@ def test_encoder_and_decoder(kind: type[Translator], schedule: str, num_ranks: i
     assert parity.ok, parity
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_dropout_between_modules_follows_their_mode(schedule: str, executor: str) -> None:
+    def forward(m: Decoder, x: torch.Tensor) -> Any:
+        x = through(m, x, lambda x: nn.functional.dropout(x, 0.3, training=m.training))
+        return OrderedDict(logits=ending(m, x), hidden=x)
+
+    def of_logits(output: Any, target: torch.Tensor) -> torch.Tensor:
+        return loss_fn(output["logits"], target)
+
+    model, (ids, target) = Wrong(forward), batch()
+    layers = fastpipe.split(model, ids[:2])
+    pipe = fastpipe.Pipeline(
+        layers, schedule, 4, of_logits, num_ranks=2, executor=executor, rng="per_microbatch", partition="parameters"
+    )
+    parity = fastpipe.check_parity(pipe, layers, (ids, target))
+    assert parity.ok, parity
+    expected = model.eval()(ids)
+    for switch in (model.eval, pipe.eval):
+        switch()
+        output = pipe.eval_step(ids).outputs
+        assert type(output) is OrderedDict and all(map(torch.equal, output.values(), expected.values()))
+        model.train()
+
+
 def test_large_parameters_that_are_sent_are_named(caplog: pytest.LogCaptureFixture) -> None:
     model = Wrong(FUNCTIONS["the embedding's weight"])
     fastpipe.split(model, batch()[0][:1])
@@ -537,7 +557,7 @@ def test_what_is_no_row_in_training_is_refused(training: bool) -> None:
     """A model that is handed over to be evaluated may be trained later."""
 
     def forward(m: Decoder, x: torch.Tensor) -> torch.Tensor:
-        return ending(m, through(m, x, lambda x: nn.functional.dropout(x, 0.5, m.training)))
+        return ending(m, through(m, x, lambda x: torch.dropout(x, 0.5, m.training)))
 
     model = Wrong(forward).train(training)
     model.head.eval()
@@ -1160,7 +1180,7 @@ def dropping(model: Scaled, x: torch.Tensor, draw: Callable[[], Any], in_modes: 
 def without_weights(model: Scaled, x: torch.Tensor) -> torch.Tensor:
     """As a head is initialized with zeros, the output does not show what precedes it."""
     model.head.weight.data.zero_()
-    return model.head(nn.functional.dropout(model.inner["norm"](through(model, x)), 0.5, model.training))
+    return model.head(torch.dropout(model.inner["norm"](through(model, x)), 0.5, model.training))
 
 
 SILENT: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
@@ -1228,7 +1248,7 @@ def test_a_function_that_returns_its_input_on_the_example(executor: str) -> None
 
 def test_an_example_on_which_the_model_cannot_be_trained_is_refused() -> None:
     """It is in evaluation, and what it does in training cannot be seen."""
-    model = Wrong(lambda m, x: m.head(m.norm(nn.functional.dropout(through(m, x)[:, 0], 0.5, m.training)))).eval()
+    model = Wrong(lambda m, x: m.head(m.norm(torch.dropout(through(m, x)[:, 0], 0.5, m.training)))).eval()
     model.norm = nn.BatchNorm1d(WIDTH).eval()
     ids = batch()[0]
     with pytest.raises(ValueError, match="in training, Wrong fails on the example, .* such as one of several rows"):

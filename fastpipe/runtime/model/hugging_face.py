@@ -47,33 +47,6 @@ INSTEAD = (
 """What to do with a model that split refuses."""
 
 
-def instead(model: nn.Module) -> str:
-    """What to do with a model that split refuses; of transformers, with the lines to write."""
-    blocks = _largest_blocks(model) if is_hugging_face(model) else []
-    if not blocks:
-        return INSTEAD
-    return (
-        f"trace it with torch's pipeline(model, (), microbatch, split_spec={{{blocks[len(blocks) // 2]!r}: "
-        "SplitPoint.BEGINNING}), where microbatch is a dict of inputs, and every call of this block begins a stage "
-        "(Tracing in docs/hugging-face.md), or pass the layers as a list, each of which takes what the one before it "
-        "returns"
-    )
-
-
-def _largest_blocks(model: nn.Module) -> list[str]:
-    """The paths of blocks, in the model's order: of its largest list, and of others of similar size (a decoder's)."""
-    sizes: dict[str, int] = {}
-    for path, part in model.named_modules():
-        # a list of lists is not called, so no stage can begin there
-        is_row = isinstance(part, nn.ModuleList) and len(part) and not isinstance(part[0], nn.ModuleList)
-        if is_row and not any(path.startswith(f"{other}.") for other in sizes):
-            sizes[path] = sum(p.numel() for p in part.parameters())
-    largest = max(sizes.values(), default=0)
-    return [
-        f"{path}.{i}" for path in sizes if 4 * sizes[path] > largest for i in children_of(model.get_submodule(path))
-    ]
-
-
 IGNORED = -100
 """Label of ignored tokens."""
 
@@ -374,7 +347,7 @@ def _examine(model: Any, example: Collection[str], run: Callable[[], Any] | None
     if task is None:
         raise ValueError(
             f"model is a {name}: split takes models whose class name ends in {', '.join(_TASKS)}; if it "
-            f"has no head, give the one that has (of AutoModelForCausalLM, for example), or {instead(model)}"
+            f"has no head, give the one that has (of AutoModelForCausalLM, for example), or {INSTEAD}"
         )
     _check_config(model.config)
     if kind in SUPPORTED and task is _NEXT:
@@ -415,7 +388,7 @@ def _parts(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
     for name in blocks.split("."):
         check_forward(holder)
         if parameters_of(holder):
-            raise ValueError(f"model: {type(holder).__name__} has parameters beside its modules; {instead(model)}")
+            raise ValueError(f"model: {type(holder).__name__} has parameters beside its modules; {INSTEAD}")
         found |= {prefix + key: part for key, part in children_of(holder).items() if part is not None and key != name}
         holder, prefix = holder.get_submodule(name), f"{prefix}{name}."
     return found
@@ -439,7 +412,7 @@ def _find_parts(model: Any, example: Collection[str], run: Callable[[], Any]) ->
     name = type(model).__name__
     lists = {path: part for path, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part)}
     if not lists:
-        raise ValueError(f"model: {name} has no list of blocks; {instead(model)}")
+        raise ValueError(f"model: {name} has no list of blocks; {INSTEAD}")
     # the first of equals is the outermost
     blocks = max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()))
     parts = _parts(model, blocks)
@@ -458,13 +431,13 @@ def _find_parts(model: Any, example: Collection[str], run: Callable[[], Any]) ->
             handle.remove()
     order = [key for key, _ in calls]
     if [key for key in order if key in range(len(row))] != list(range(len(row))) or not hidden:
-        raise ValueError(f"model: {name} does not run {blocks} once, one after the other; {instead(model)}")
+        raise ValueError(f"model: {name} does not run {blocks} once, one after the other; {INSTEAD}")
     begin, end = order.index(0), order.index(len(row) - 1)
     after = frozenset(order[end + 1 :])
     both = after.intersection(order[:begin])
     weighted = {key for key, part in parts.items() if any(True for _ in part.parameters())}
     if both & weighted:
-        raise ValueError(f"model: {name} calls {min(both & weighted)} before and after its blocks; {instead(model)}")
+        raise ValueError(f"model: {name} calls {min(both & weighted)} before and after its blocks; {INSTEAD}")
     # parts for all blocks have no parameters, for example rotary embeddings; those that return hidden states are the
     # first stage's
     shapes = {key: getattr(found, "shape", None) for key, found in calls[:begin]}
@@ -474,7 +447,7 @@ def _find_parts(model: Any, example: Collection[str], run: Callable[[], Any]) ->
     odd = [key for key, found in calls if str(key).startswith(base) and not isinstance(found, torch.Tensor)]
     odd = [key for key in odd if key not in everywhere]
     if odd:
-        raise ValueError(f"model: {name}.{odd[0]} does not return a tensor; {instead(model)}")
+        raise ValueError(f"model: {name}.{odd[0]} does not return a tensor; {INSTEAD}")
     taken = inspect.signature(model.forward).parameters.keys()
     names = (_LLAMA.names & taken) | set(example) - {model.main_input_name, "labels"}
     length = len(calls[end][1]) if isinstance(calls[end][1], tuple) else 0

@@ -30,6 +30,7 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.model.hugging_face import INSTEAD
 from fastpipe.runtime.model.rows import (
+    TRAINING,
     Row,
     RowLayer,
     Variable,
@@ -165,8 +166,13 @@ class Tail(fx.Tracer):
             self.hold(self.graph.call_function(function, (node, key)), part, is_given)
 
     def add(self, function: Any, args: Any, kwargs: Any) -> fx.Node:
-        """Add a function's call."""
+        """Add a function's call. Its ``training``, if that is the mode of the last module, is so in a step, too."""
         args, kwargs = self.create_arg(args), self.create_arg(kwargs)
+        if (
+            "training" in kwargs
+            and kwargs["training"] is self._model.get_submodule(str(self.calls[-1].target)).training
+        ):
+            kwargs = {**kwargs, "training": self.graph.get_attr(TRAINING)}
         if is_tensor_method_or_property(function):
             return self.graph.call_method(function.__name__, args, kwargs)
         return self.graph.call_function(function, args, kwargs)
@@ -218,11 +224,12 @@ class Tail(fx.Tracer):
         is_new = self.is_recording and not any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if is_known or (is_new and isinstance(value, torch.Tensor)):
             is_given = is_given and all(map(torch.equal, states, self._random_states()))
+            is_given |= isinstance(value, Number | torch.Size)
             value = self._record(func, args, kwargs, value, is_given)
         return value
 
     def _is_given(self, value: Any) -> bool:
-        """Whether a value depends on inputs and constants only; not on modules, weights or random numbers."""
+        """Whether a value depends on inputs, sizes and constants only; not on modules, weights or random numbers."""
         node = self._nodes.get(id(value)) if isinstance(value, torch.Tensor | Number) else None
         return node is None or node.meta["is_given"]
 
@@ -252,23 +259,24 @@ class Tail(fx.Tracer):
         self.hold(node, value, is_given)
         return value
 
-    def row(self, output: Any, early: Collection[str]) -> Row:
+    def row(self, output: Any, early: Collection[str], defaults: Mapping[str, Any]) -> Row:
         """End with the model's output.
 
         Args:
-            early: modules of layers that precede the first, too.
+            early, defaults: as in `Row`.
 
         Raises:
             ValueError: if it cannot be an output, or a layer would change a value that another one has.
         """
+        made = self.create_arg(output)
         if isinstance(output, dict) and type(output) is not dict:
-            raise UntraceableError(f"it makes a {type(output).__name__}")
-        self.graph.output(self.create_arg(output))
+            made = self.graph.call_function(type(output), (made,))
+        self.graph.output(made)
         for node in [*reversed(self.graph.nodes)]:
             if not node.users and node.target in (operator.getitem, getattr):
                 self.graph.erase_node(node)
         inputs = [self._key(node) for node in _alive(_numbers(self.graph), 1)]
-        return Row(_cut(self.graph), early, inputs, self.given, self.buffers)
+        return Row(_cut(self.graph), early, inputs, self.given, self.buffers, defaults)
 
     def _key(self, node: fx.Node) -> int | str | Variable:
         """An input; a parameter is one under a name that the first stage has."""
@@ -355,6 +363,7 @@ def row_of_modules(
     others: Sequence[Sequence[str]],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    defaults: Mapping[str, Any],
 ) -> Row:
     """The layers of a model from its first block on.
 
@@ -363,6 +372,7 @@ def row_of_modules(
 
     Args:
         others: further blocks that are layers, each by itself.
+        defaults: those among the keyword arguments that a step need not have.
 
     Raises:
         ValueError: if the model differs, with the place and a remedy.
@@ -389,7 +399,7 @@ def row_of_modules(
     if not all(call.has_grad for call in recording.calls):
         _check_gradients(_Recording(model, blocks, others, keeps_graph=True), model, args, kwargs)
     try:
-        return recording.tail.row(output, early)
+        return recording.tail.row(output, early, defaults)
     except UntraceableError as error:
         raise _refusal("its first block", error) from error
 

@@ -22,6 +22,10 @@ Variable = tuple[int, str, str]
 """A tensor or an integer in a variable of a forward: the frame, from 0 for the innermost, the name, the path within."""
 
 
+TRAINING = "training"
+"""Takes the place of a buffer's name. No buffer has it, as modules have an attribute of this name."""
+
+
 class RowLayer(NamedTuple):
     """A module and the functions that follow it.
 
@@ -30,7 +34,7 @@ class RowLayer(NamedTuple):
         function: takes what calls the module, the values that the previous layer passes on, and buffers; returns a
             tuple of the values that this one passes on, or the model's output.
         buffers: the names of the model's buffers that it takes. A step passes those that are there, which may have been
-            loaded or moved.
+            loaded or moved; for `TRAINING` the mode of the module.
     """
 
     path: str
@@ -48,6 +52,7 @@ class Row(NamedTuple):
             names of parameters that later functions use.
         given: the first block's arguments `without_tensors`; `int` for an integer that inputs have.
         buffers: the names of those among their leaves, by number.
+        defaults: keyword arguments of the model that a step need not have.
     """
 
     layers: Sequence[RowLayer]
@@ -55,6 +60,7 @@ class Row(NamedTuple):
     inputs: Sequence[int | str | Variable]
     given: Any
     buffers: Mapping[int, str]
+    defaults: Mapping[str, Any]
 
 
 def state_of(model: nn.Module, paths: Iterable[str]) -> dict[str, tuple[Any, int]]:
@@ -108,7 +114,7 @@ class RowStage(WholeNames):
             self.stand_for(model, copied)
             self._signature = inspect.signature(model.forward)
         self._fixed, self._constants = fixed, constants
-        self._share_buffers(model, {buffer for layer in own for buffer in layer.buffers})
+        self._share_buffers(model, {buffer for layer in own for buffer in layer.buffers if buffer != TRAINING})
         self._share_buffers(model, row.buffers.values() if begins else ())
         self._names = accepted_names(model) if begins else frozenset()
         self._recomputes = False
@@ -126,10 +132,13 @@ class RowStage(WholeNames):
         """Run the layers on what the previous layer passes on."""
         values: Any = args
         for model, row in self._before:
-            values = self._run_before(model, row, args, kwargs)
+            values = self._run_before(model, row, args, {**row.defaults, **kwargs})
         for module, layer in self._own:
             # another stage may have moved the model's buffer
-            buffers = [self.get_buffer(name).to(_device_of(values)) for name in layer.buffers]
+            buffers = [
+                module.training if name == TRAINING else self.get_buffer(name).to(_device_of(values))
+                for name in layer.buffers
+            ]
             run = partial(_recomputed, module) if self._recomputes else module
             values = layer.function.forward(run, *values, *buffers)
         is_tensor = not self._ends and len(values) == 1 and isinstance(values[0], torch.Tensor)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import children_of, cuda_devices, on_meta, pytree, tensor_leaves
+from fastpipe.runtime.common import children_of, cuda_devices, first_line, on_meta, pytree, tensor_leaves
 from fastpipe.runtime.model.chain import (
     Layers,
     accepted_names,
@@ -30,7 +30,7 @@ from fastpipe.runtime.model.chain import (
     selected,
 )
 from fastpipe.runtime.model.cuts import restored
-from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, instead, is_hugging_face, no_cache
+from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, is_hugging_face, no_cache
 from fastpipe.runtime.model.row_graph import holder_of, row_of_modules, rows_of_modules
 from fastpipe.runtime.model.rows import (
     OtherInputsError,
@@ -62,7 +62,8 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
               ``num_tokens`` for ``Pipeline(loss_fn=, loss_reduction=)``; `Pipeline.step` takes the model's input and,
               by name, ``attention_mask``, ``position_ids`` and what the example has, on every rank. Most causal
               language models, such as Llama, GPT-2, Qwen3 and DeepSeek-V3, need no example. Others are split by
-              running an example, on which the layers are compared with the model.
+              running an example, on which the layers are compared with the model; if they do not have one list of
+              blocks, as the next kind, without ``loss_fn``.
             * Another module, with an example: the part of its forward before the first block, every block, and every
               later module. Blocks are the members of an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential``; of
               a model without these, its modules. From the first block on, modules, and functions of torch between
@@ -96,7 +97,7 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
             raise ValueError("model has no layers: give at least one")
         return layers
     check_forward(model)
-    layers = (_hugging_face if is_hugging_face(model) else _row)(model, example, kwargs)
+    layers = (_of_hugging_face if is_hugging_face(model) else _row)(model, example, kwargs)
     layers.whole = model
     return layers
 
@@ -126,7 +127,22 @@ def _refuse_peft(model: nn.Module) -> NoReturn:
     )
 
 
-def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
+def _of_hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
+    """The layers of a model of transformers; if it has other parts than known models, of its forward."""
+    try:
+        return _hugging_face(model, example, kwargs)
+    except ValueError as error:
+        if not example and not kwargs:
+            raise
+        try:
+            return _row(model, example, {**no_cache(model), **kwargs}, no_cache(model))
+        except Exception as other:  # also the model's, of an example that it does not take
+            raise ValueError(f"{error}. Its forward was recorded, too, and that failed: {first_line(other)}") from other
+
+
+def _row(
+    model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any], defaults: Mapping[str, Any] | None = None
+) -> Layers:
     """The layers of a module with a list of blocks, compared with it on the example."""
     if not example and not kwargs:
         raise ValueError(
@@ -140,7 +156,9 @@ def _row(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tries += [(row, []) for row, others in tries if others]
     for i, (blocks, others) in enumerate(tries):
         try:
-            found[i] = _run_restored(model, partial(row_of_modules, model, blocks, others, example, kwargs))
+            found[i] = _run_restored(
+                model, partial(row_of_modules, model, blocks, others, example, kwargs, defaults or {})
+            )
         except ValueError as error:
             refusals[i] = error
     for i, row in sorted(found.items(), key=lambda item: -len(item[1].layers)):
@@ -313,7 +331,7 @@ def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) 
     def whole(named: dict[str, Any] = given) -> torch.Tensor:
         logits = getattr(model(**named | no_cache(model)), "logits", None)
         if not isinstance(logits, torch.Tensor):
-            raise ValueError(f"model: {type(model).__name__} returns no logits; {instead(model)}")
+            raise ValueError(f"model: {type(model).__name__} returns no logits; {INSTEAD}")
         return logits
 
     layers = HuggingFaceLayers(model, given, lambda: _run_restored(model, whole))
@@ -362,11 +380,11 @@ def _compare(model: nn.Module, layers: Layers, whole: Callable[[], Any], sequenc
         return
     differ = f"its layers in sequence do not return the model's output, or draw other random numbers ({name})"
     if not same and not same_in_other_mode:
-        raise ValueError(f"model: {differ}; {instead(model)}")
+        raise ValueError(f"model: {differ}; {INSTEAD}")
     raise ValueError(
         f"model: in {'training' if model.training != same else 'evaluation'}, {differ}; make what its forward does "
         "between them, such as dropout, a module, or set its probability to 0, let blocks find the mode themselves, or "
-        f"{instead(model)}"
+        f"{INSTEAD}"
     )
 
 
@@ -403,7 +421,7 @@ def _run_layers(model: nn.Module, layers: Layers, example: tuple[Any, ...], kwar
     except Exception as error:  # raised again with an explanation
         raise ValueError(
             f"model: its layers in sequence fail where the model does not ({error}); its forward may use blocks, or "
-            f"what comes after them, before the first block: {instead(model)}"
+            f"what comes after them, before the first block: {INSTEAD}"
         ) from error
     return value
 
@@ -413,4 +431,4 @@ def _check_complete(model: nn.Module, layers: Layers) -> None:
     found = {id(parameter) for layer in layers for parameter in layer.parameters()}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
     if missing:
-        raise ValueError(f"model: no layer has {missing[0]}; {instead(model)}")
+        raise ValueError(f"model: no layer has {missing[0]}; {INSTEAD}")
