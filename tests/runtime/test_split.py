@@ -957,8 +957,7 @@ def test_a_further_argument_that_the_example_did_not_have_is_refused() -> None:
     pipe = fastpipe.Pipeline(layers, "1f1b", 3, num_ranks=3)
     masks = torch.rand(9, 1, 1)
     assert torch.equal(pipe.eval_step(ids, masks=masks).outputs[:3], model(ids[:3], masks[:3]))
-    with pytest.raises(ValueError, match="masks: .* an example in which it was a tensor"):
-        pipe.eval_step(ids)
+    assert torch.equal(pipe.eval_step(ids).outputs[:3], model(ids[:3]))  # its blocks find that there is none
 
 
 def test_what_is_no_model_is_refused() -> None:
@@ -1221,7 +1220,9 @@ def test_sizes_that_are_read_before_the_blocks() -> None:
             x = torch.randn(rows, 3, size, size)
             parity = fastpipe.check_parity(pipe, Segmentation(), (x, torch.zeros(rows)))
             assert parity.ok, parity
-    with pytest.raises(ValueError, match="depend on a value that was True on the example, and is False now"):
+    with pytest.raises(
+        ValueError, match=r"in test_split.py:\d+ .* a value that was True on the example, and is False now"
+    ):
         pipe.step(torch.randn(8, 3, 64, 64), target=torch.zeros(8))
 
 

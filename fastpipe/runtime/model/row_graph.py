@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,7 +184,11 @@ class Tail(fx.Tracer):
 
     def check(self, node: fx.Node, value: Any) -> None:
         """Let a step refuse another value than this one, on which the forward may decide."""
-        self.graph.call_function(check_same, (node, value))
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_globals["__name__"].split(".")[0] in ("torch", "fastpipe"):
+            frame = frame.f_back
+        where = "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self.graph.call_function(check_same, (node, value, where))
 
     def create_arg(self, a: Any) -> Any:
         """Find the node of a tensor or number. Other tensors are refused; torch.fx would keep them."""

@@ -171,8 +171,10 @@ class RowStage(WholeNames):
             raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
         leaves = pytree.tree_leaves(call)
         same = _is_like(call, row.given) and all(leaves[i] is buffer for i, buffer in buffers.items())
-        inputs = [self._input(key, leaves, variables) for key in row.inputs] if same else [None]
-        if not all(isinstance(value, torch.Tensor | int) for value in inputs):
+        inputs = [self._input(key, leaves, variables) for key in row.inputs] if same else []
+        if not same or any(
+            value is None and not isinstance(key, int) for key, value in zip(row.inputs, inputs, strict=False)
+        ):
             raise OtherInputsError(
                 "split: the model's blocks get other arguments than on the example that it was split with; give these "
                 "in the example, too"
@@ -344,14 +346,19 @@ def without_tensors(value: Any) -> Any:
 
 
 def _is_like(value: Any, known: Any) -> bool:
-    """Whether an argument `without_tensors` is as on the example."""
-    found = pytree.tree_map(
-        lambda own, known: int if known is int and type(own) is int else own, without_tensors(value), known
-    )
-    return bool(found == known)
+    """Whether an argument `without_tensors` is as on the example. A block finds by itself that a tensor is None."""
+
+    def kept(own: Any, known: Any) -> Any:
+        is_free = (known is int and type(own) is int) or (known is torch.Tensor and own is None)
+        return known if is_free else own
+
+    try:
+        return bool(pytree.tree_map(kept, without_tensors(value), known) == known)
+    except ValueError:  # other keys or lengths
+        return False
 
 
-def check_same(value: Any, known: Any) -> None:
+def check_same(value: Any, known: Any, where: str) -> None:
     """Refuse another value than on the example, by which a model's forward may decide what it does.
 
     Raises:
@@ -359,6 +366,6 @@ def check_same(value: Any, known: Any) -> None:
     """
     if value != known:
         raise OtherInputsError(
-            f"split: what the model's forward does after its first block may depend on a value that was {known} on the "
-            f"example, and is {value} now: split the model with an example like the step's inputs"
+            f"split: in {where} the model's forward may decide by a value that was {known} on the example, and is "
+            f"{value} now: split the model with an example like the step's inputs"
         )
