@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -35,9 +36,13 @@ class PipelineSchedule:
         """The pipeline."""
         return self._build()
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Forward and backward, with the arguments of torch's schedules."""
-        self._run(self.pipe.step, args, **kwargs)
+    def step(self, *args: Any, finalize_gradients: bool = True, **kwargs: Any) -> None:
+        """Forward and backward, with the arguments of torch's schedules.
+
+        Without ``finalize_gradients`` (after 0.3) nothing is reduced over replicas; the next step with it reduces all.
+        """
+        with contextlib.nullcontext() if finalize_gradients else self.pipe.no_sync():
+            self._run(self.pipe.step, args, **kwargs)
 
     def eval(self, *args: Any, **kwargs: Any) -> None:
         """Forward only."""

@@ -1,6 +1,8 @@
 """fastpipe.integrations.torchtitan: its Trainer has the losses that it has without a pipeline; the contract."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,3 +213,14 @@ def test_a_step_takes_microbatches_and_arguments_of_the_loss(monkeypatch: pytest
     losses.clear()
     schedule.eval(arg_mbs=inputs, **kwargs)
     assert torch.equal(torch.stack(losses), torch.stack(expected).detach())
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        entered.append("no_sync")
+        yield
+
+    monkeypatch.setattr(schedule.pipe, "no_sync", no_sync)
+    for finalize in (True, False):
+        schedule.step(arg_mbs=inputs, **kwargs, finalize_gradients=finalize)
+    assert entered == ["no_sync"]
