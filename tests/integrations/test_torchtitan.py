@@ -97,7 +97,9 @@ def options(**changed: Any) -> Any:
     return SimpleNamespace(**values | changed)
 
 
-def built(parallelism: Any, model: nn.Module | None = None, loss_fn: Any = None, dims: Any = None) -> Any:
+def built(
+    parallelism: Any, model: nn.Module | None = None, loss_fn: Any = None, dims: Any = None, training: Any = None
+) -> Any:
     """As 0.3 calls it."""
     if model is None:
         with torch.device("meta"):
@@ -106,11 +108,18 @@ def built(parallelism: Any, model: nn.Module | None = None, loss_fn: Any = None,
         model,
         parallel_dims=dims or OneRank(),
         parallelism=parallelism,
-        training=SimpleNamespace(local_batch_size=8),
+        training=training or SimpleNamespace(local_batch_size=8),
         model_config=None,
         parallelize_fn=lambda part, *, parallel_dims, parallelism, training: part,
         loss_fn=loss_fn,
     )
+
+
+def test_the_number_of_microbatches_may_be_given() -> None:
+    """As after 0.3, which has neither of the two sizes."""
+    parallelism = options(num_pp_microbatches=4)
+    del parallelism.pipeline_parallel_microbatch_size
+    assert built(parallelism, training=SimpleNamespace())[0]._build.args[1].num_microbatches == 4
 
 
 def names(part: nn.Module) -> list[str]:
