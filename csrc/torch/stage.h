@@ -108,7 +108,7 @@ class TorchStage final : public Stage {
   void release() noexcept override;
 
   std::int32_t index() const { return index_; }
-  // WeightGradients::leaves() of the first I; nullopt before it.
+  // WeightGradients::leaves() of the first step with an I; nullopt before it.
   const std::optional<std::vector<std::uintptr_t>>& deferred() const { return deferred_; }
   // Whether a backward has found a gradient of an input; nullopt if no input required one.
   std::optional<bool> reaches_inputs() const { return reaches_inputs_; }
@@ -166,6 +166,7 @@ class TorchStage final : public Stage {
   Tensors entered_;
   Tensors root_gradients_;
   std::optional<std::vector<std::uintptr_t>> deferred_;
+  bool knows_deferred_ = false;
   std::optional<bool> reaches_inputs_;
   std::size_t held_bytes_ = 0;
   std::size_t peak_held_bytes_ = 0;

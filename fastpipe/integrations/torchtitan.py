@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -35,9 +36,13 @@ class PipelineSchedule:
         """The pipeline."""
         return self._build()
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Forward and backward, with the arguments of torch's schedules."""
-        self._run(self.pipe.step, args, **kwargs)
+    def step(self, *args: Any, finalize_gradients: bool = True, **kwargs: Any) -> None:
+        """Forward and backward, with the arguments of torch's schedules.
+
+        Without ``finalize_gradients`` (after 0.3) nothing is reduced over replicas; the next step with it reduces all.
+        """
+        with contextlib.nullcontext() if finalize_gradients else self.pipe.no_sync():
+            self._run(self.pipe.step, args, **kwargs)
 
     def eval(self, *args: Any, **kwargs: Any) -> None:
         """Forward only."""
@@ -77,8 +82,8 @@ def pipeline(
 ) -> tuple[PipelineSchedule, list[nn.Module], bool, bool]:
     """A ``pipelining_fn`` of torchtitan: split a model, which may be on the meta device, into this process's stages.
 
-    torchtitan 0.2 passes ``job_config``, 0.3 ``configs``. The model's forward must skip children that are None, and
-    layers that are missing from its ModuleDicts.
+    torchtitan 0.2 passes ``job_config``, later ones ``configs``. The model's forward must skip children that are None,
+    and layers that are missing from its ModuleDicts.
 
     Raises:
         ValueError: naming the option of the configuration, or the child of the model, that is not supported.
@@ -87,7 +92,7 @@ def pipeline(
     settings = {"job_config": job_config} if job_config else configs
     config = job_config or SimpleNamespace(**configs)
     layers = _layers(model, config.parallelism)
-    schedule, names = _schedule(config.parallelism, config.training.local_batch_size, parallel_dims.pp, layers)
+    schedule, names = _schedule(config.parallelism, config.training, parallel_dims.pp, layers)
     weights = [set(nn.ModuleList(map(model.get_submodule, part)).parameters()) for part in names]
     if sum(map(len, weights)) > len(set().union(*weights)):  # each stage would have its own copy
         raise ValueError("model: a weight is in several stages; untie it, or take stages that have all its uses")
@@ -117,21 +122,28 @@ def _layers(model: nn.Module, parallelism: Any) -> dict[str, int]:
     return found
 
 
-def _schedule(parallelism: Any, batch: int, num_ranks: int, layers: dict[str, int]) -> tuple[fastpipe.Schedule, Any]:
+def _num_microbatches(parallelism: Any, training: Any) -> tuple[float, str]:
+    """The number of microbatches, whole or not, and the options that say so."""
+    if hasattr(parallelism, "num_pp_microbatches"):  # after 0.3
+        return parallelism.num_pp_microbatches, f"num_pp_microbatches = {parallelism.num_pp_microbatches}"
+    rows, batch = parallelism.pipeline_parallel_microbatch_size, training.local_batch_size
+    return batch / rows, f"pipeline_parallel_microbatch_size = {rows} and training.local_batch_size = {batch}"
+
+
+def _schedule(parallelism: Any, training: Any, num_ranks: int, layers: dict[str, int]) -> tuple[fastpipe.Schedule, Any]:
     """The schedule, and the names of what each of its stages has."""
-    rows, names = parallelism.pipeline_parallel_microbatch_size, parallelism.module_fqns_per_model_part
+    names, (num_microbatches, text) = parallelism.module_fqns_per_model_part, _num_microbatches(parallelism, training)
     per_stage, name = parallelism.pipeline_parallel_layers_per_stage, parallelism.pipeline_parallel_schedule.lower()
     count = len(names) if names else math.ceil(sum(layers.values()) / per_stage) if per_stage else None
     if path := parallelism.pipeline_parallel_schedule_csv:
         schedule = fastpipe.Schedule.from_csv(path).validate()
     else:
-        sizes = {"num_ranks": num_ranks, "num_microbatches": batch // rows}
+        sizes = {"num_ranks": num_ranks, "num_microbatches": int(num_microbatches)}
         schedule = fastpipe.make_schedule(name, **sizes)
         if count not in (None, schedule.num_stages) and count % num_ranks == 0:
             schedule = fastpipe.make_schedule(schedule.name, **sizes, stages_per_rank=count // num_ranks)
-    if schedule.num_microbatches * rows != batch:
-        text = f"pipeline_parallel_microbatch_size = {rows} and training.local_batch_size = {batch}"
-        raise ValueError(f"{text}: {schedule.name} has {schedule.num_microbatches} microbatches of this size")
+    if schedule.num_microbatches != num_microbatches:
+        raise ValueError(f"{text}: {schedule.name} has {schedule.num_microbatches} microbatches")
     if schedule.placement.num_routes > 1:
         raise ValueError(f"pipeline_parallel_schedule = {name!r} has every stage twice: take dualpipev, for example")
     stages = schedule.num_stages

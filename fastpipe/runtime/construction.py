@@ -86,6 +86,7 @@ from fastpipe.runtime.model import (
     recompute_of,
     share,
     skeleton,
+    torch_stages_per_rank,
 )
 from fastpipe.runtime.stage import (
     IN_ORDER,
@@ -279,7 +280,8 @@ def agree_on_request(arguments: Arguments, world: World) -> BuildRequest:
             )
         world.ranks_per_host.join(num_ranks if world.is_single_process else 1)
         lanes = execution.lanes(num_ranks, size)
-        options = options_with_stages(given.schedule, given.schedule_options, given.stages_per_rank)
+        found = torch_stages_per_rank(model.stages, num_ranks)
+        options = options_with_stages(given.schedule, given.schedule_options, given.stages_per_rank, found)
         queues = execution.queues(world.device, size)
         programs = Programs(
             given.schedule, num_ranks, options, given.stage_to_rank, lanes, given.recv_lookahead, queues

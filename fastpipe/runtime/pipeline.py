@@ -83,7 +83,8 @@ class Pipeline:
             loss (a scalar, or such a dict), or `step` gets ``output_grad``.
         num_ranks: the number of ranks. Default: the size of the group. Can exceed the number of processes only in a
             single process, whose ranks are threads.
-        stages_per_rank: the number of stages per rank, for schedules with that option.
+        stages_per_rank: the number of stages per rank, for schedules with that option. Default: that of torch's stages,
+            or else the schedule's.
         schedule_options: other options of the schedule.
         partition: ``"layers"`` (equal numbers of layers, as far as possible); ``"parameters"``, ``"flops"``,
             ``"seconds"`` or ``"memory"`` (smallest maximum over stages; the last three by `fastpipe.layer_costs` of

@@ -1,6 +1,8 @@
 """fastpipe.integrations.torchtitan: its Trainer has the losses that it has without a pipeline; the contract."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +97,9 @@ def options(**changed: Any) -> Any:
     return SimpleNamespace(**values | changed)
 
 
-def built(parallelism: Any, model: nn.Module | None = None, loss_fn: Any = None, dims: Any = None) -> Any:
+def built(
+    parallelism: Any, model: nn.Module | None = None, loss_fn: Any = None, dims: Any = None, training: Any = None
+) -> Any:
     """As 0.3 calls it."""
     if model is None:
         with torch.device("meta"):
@@ -104,11 +108,18 @@ def built(parallelism: Any, model: nn.Module | None = None, loss_fn: Any = None,
         model,
         parallel_dims=dims or OneRank(),
         parallelism=parallelism,
-        training=SimpleNamespace(local_batch_size=8),
+        training=training or SimpleNamespace(local_batch_size=8),
         model_config=None,
         parallelize_fn=lambda part, *, parallel_dims, parallelism, training: part,
         loss_fn=loss_fn,
     )
+
+
+def test_the_number_of_microbatches_may_be_given() -> None:
+    """As after 0.3, which has neither of the two sizes."""
+    parallelism = options(num_pp_microbatches=4)
+    del parallelism.pipeline_parallel_microbatch_size
+    assert built(parallelism, training=SimpleNamespace())[0]._build.args[1].num_microbatches == 4
 
 
 def names(part: nn.Module) -> list[str]:
@@ -211,3 +222,14 @@ def test_a_step_takes_microbatches_and_arguments_of_the_loss(monkeypatch: pytest
     losses.clear()
     schedule.eval(arg_mbs=inputs, **kwargs)
     assert torch.equal(torch.stack(losses), torch.stack(expected).detach())
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        entered.append("no_sync")
+        yield
+
+    monkeypatch.setattr(schedule.pipe, "no_sync", no_sync)
+    for finalize in (True, False):
+        schedule.step(arg_mbs=inputs, **kwargs, finalize_gradients=finalize)
+    assert entered == ["no_sync"]

@@ -264,6 +264,11 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.step(X, target=Y),
         "split.* has 1",
     ),
+    "a function that splits into nothing": (
+        {"split": {0: lambda v, n: None}},
+        lambda p: p.step(X, target=Y),
+        r"split\[0\] returned a NoneType: return the list",
+    ),
     "an unknown keyword": ({}, lambda p: p.step(X, target=Y, mask=X), "mask: no stage's forward takes"),
     "no gradients": ({}, lambda p: torch.no_grad()(p.step)(X, target=Y), "no_grad.*: call eval_step, or step outside"),
     "inference": ({}, lambda p: torch.inference_mode()(p.step)(X, target=Y), "inference_mode.*: call eval_step"),

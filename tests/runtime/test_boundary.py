@@ -287,6 +287,18 @@ def test_carry_needs_a_value() -> None:
         fastpipe.carry(TENSORS[0])
 
 
+def test_a_carried_output_may_be_carried_again() -> None:
+    both = fastpipe.carry(fastpipe.carry(TENSORS[0], mask=1, weight=2), weight=3)
+    assert both.output is TENSORS[0] and both.values == {"mask": 1, "weight": 3}
+
+
+def test_values_carried_within_a_layer_are_refused(executor: str) -> None:
+    data = batch()
+    layers: list[nn.Module] = [nn.Sequential(Weighs(), nn.Linear(WIDTH, WIDTH)), Block()]
+    with pytest.raises(TypeError, match=r"linear got what fastpipe.carry returned.*nn.Sequential"):
+        pipeline(layers, executor).step(data["x"], target=data["target"])
+
+
 @pytest.mark.parametrize("cut", [[2, 1, 1], [1, 2, 1], [1, 1, 2], [1, 1, 1, 1]], ids=str)
 def test_the_cut_does_not_matter(executor: str, cut: list[int]) -> None:
     """Within a stage and between stages layers get the same arguments."""

@@ -255,6 +255,17 @@ def test_two_split_points_in_one_place_are_one() -> None:
     assert check_parity(pipe, model, (x, x)).ok
 
 
+def test_ranks_have_as_many_stages_as_the_trace() -> None:
+    model, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), torch.randn(8, WIDTH)
+    spec = {str(number): SplitPoint.BEGINNING for number in range(1, 6)}
+    given = pipeline(copy.deepcopy(model), (x[:2],), split_spec=spec)
+    assert check_parity(Pipeline(given, "interleaved_1f1b", 4, squared, num_ranks=2), model, (x, x)).ok
+    with pytest.raises(ValueError, match="is of 6 stages but the schedule has 4: use stages_per_rank"):
+        Pipeline(given, "interleaved_1f1b", 4, squared, num_ranks=2, stages_per_rank=2)
+    with pytest.raises(ValueError, match="is of 6 stages but the schedule has 8: use stages_per_rank"):
+        Pipeline(given, "interleaved_1f1b", 4, squared, num_ranks=4)
+
+
 @pytest.mark.parametrize("layer", [nn.Dropout(), nn.BatchNorm1d(WIDTH)])
 def test_a_traced_model_keeps_its_mode(layer: nn.Module) -> None:
     """Also in a copy of a stage; and what the error says works."""

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations
 
-from fastpipe import Pipeline
+from fastpipe import Pipeline, current
 from fastpipe.runtime.stage.losses import StageWork
 from fastpipe.runtime.stage.stage import Stage
 from fastpipe.testing import reference_step
@@ -181,7 +181,7 @@ import os, sys, torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
-from fastpipe import Pipeline
+from fastpipe import Pipeline, current
 from tests.runtime.split_models import WIDTH, Mlp
 from tests.runtime.test_weight_grad_of_a_stage import grads_of, stage_of
 
@@ -343,3 +343,24 @@ def test_looking_for_linears_that_wait_runs_no_parametrization(
     for layer, twin in zip(layers, twins, strict=True):
         # spectral_norm improves its vectors whenever the weight is read
         assert all(map(torch.equal, layer.buffers(), twin.buffers()))
+
+
+class Experts(nn.Module):
+    """Each microbatch uses one expert, and none the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = current()
+        return self.linears[0 if at is None else at.microbatch](x).tanh()  # type: ignore[no-any-return]
+
+
+def test_experts_of_other_microbatches_wait_too(executor: str, caplog: pytest.LogCaptureFixture) -> None:
+    layers = [Experts() for _ in range(4)]
+    pipe = Pipeline(layers, "zbv", 4, squared, num_ranks=2, executor=executor)
+    x, y = batch_of(4)
+    with caplog.at_level("WARNING", "fastpipe"):
+        pipe.step(x, target=y)
+    assert "gradients of 16 of 40 parameters in W" in pipe.describe() and not caplog.records

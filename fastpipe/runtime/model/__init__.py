@@ -64,6 +64,7 @@ from fastpipe.runtime.model.modules import (
     prefixes_of,
     skeleton,
     state_prefix,
+    torch_stages_per_rank,
 )
 from fastpipe.runtime.model.split import split
 from fastpipe.runtime.model.tied import (

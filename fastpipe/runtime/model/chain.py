@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType, SimpleNamespace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -38,6 +38,13 @@ class Carried:
     output: Any
     values: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"{function.__name__} got what fastpipe.carry returned, which only the layers of a list, or whole stages, "
+            "return: pass the modules of this one, an nn.Sequential for example, as layers of the list"
+        )
+
 
 # tree functions, as in FSDP's hooks, must find the tensors in it
 pytree.register_pytree_node(
@@ -57,7 +64,7 @@ def carry(output: Any, /, **values: Any) -> Carried:
     it.
 
     Args:
-        output: input of the next layer, as if it were returned by itself.
+        output: input of the next layer, as if it were returned by itself. It may be what `carry` returned.
         values: by name: trees of tensors, None, numbers; anything that may cross a stage boundary. A repeated name
             replaces the value for later layers.
 
@@ -66,7 +73,8 @@ def carry(output: Any, /, **values: Any) -> Carried:
     """
     if not values:
         raise ValueError("carry: there is nothing to carry; give values by name, or return the output by itself")
-    return Carried(output, values)
+    output, others = split_carried(output)
+    return Carried(output, {**others, **values})
 
 
 def as_arguments(value: Any) -> tuple[Any, ...]:

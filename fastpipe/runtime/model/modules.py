@@ -421,6 +421,13 @@ def device_of(stages: Any) -> torch.device | None:
     return next((torch.device(stage.device) for stage in torch_stages(stages) if hasattr(stage, "device")), None)
 
 
+def torch_stages_per_rank(stages: Any, num_ranks: int) -> int | None:
+    """How many of torch's stages a rank has; None for anything else, and if ranks have different numbers."""
+    listed = [stages] if is_traced(stages) else torch_stages(stages)
+    num_stages = max((getattr(stage, "num_stages", 0) for stage in listed), default=0)
+    return None if num_stages % num_ranks else num_stages // num_ranks or None
+
+
 def from_torch(
     stages: Any, num_stages: int, tied: Sequence[Sequence[str]] | None
 ) -> tuple[Any, Sequence[Sequence[str]] | None]:

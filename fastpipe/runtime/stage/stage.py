@@ -86,8 +86,8 @@ class Stage:
         needs: the positional arguments that its first layer requires.
         later: those that later stages take; None for any.
         running: microbatch whose forward has begun and not ended; None if there is none.
-        deferred: ``_cdata`` of the parameters whose gradients are computed in W; None before the first I, and without
-            the extension.
+        deferred: ``_cdata`` of the parameters whose gradients are computed in W, by the first step with an I; None
+            before it, and without the extension.
         reaches_inputs: whether a backward has found a gradient of an input; None if no input required one.
         exchanges: whether a forward of an earlier step has called `fastpipe.all_to_all`.
         random: guards random numbers in this step; None if not needed.
@@ -143,6 +143,7 @@ class Stage:
         wrapper = None if self.parallel is None else self.parallel.description
         self._module_call = with_recompute(module, unwrapped(module), recompute, index, wrapper)
         self.deferred: frozenset[int] | None = None
+        self._knows_deferred = False
         self.reaches_inputs: bool | None = None
         self.peak_held_bytes = 0
         self._grad_flags: tuple[bool, ...] | None = None
@@ -160,6 +161,7 @@ class Stage:
         self.losses.work, self.random = work, random
         self.running = None
         self.exchanges = self._has_exchanged
+        self._knows_deferred = bool(self.deferred)
 
     def run(self, microbatch: int, inputs: Tensors) -> Tensors:
         """Call the module; on the last stage also the loss.
@@ -438,7 +440,8 @@ class Stage:
         if weights is None:
             self._waiting[microbatch] = None, 0
             return found
-        self.deferred = self.deferred or frozenset(weights.leaves())
+        if not self._knows_deferred:  # another microbatch may use others, of a mixture of experts for example
+            self.deferred = (self.deferred or frozenset()) | frozenset(weights.leaves())
         self._waiting[microbatch] = weights, weights.held_bytes()
         self.peak_held_bytes = max(self.peak_held_bytes, sum(held for _, held in self._waiting.values()))
         return found
@@ -521,12 +524,15 @@ def warn_of_unreached_inputs(stages: Sequence[Stage]) -> bool:
 def warn_of_whole_weights(stages: Sequence[Stage]) -> bool:
     """Warn if most weight gradients of linears are computed in I, as under torch.compile: W then gains little.
 
+    Linears without a gradient, such as unused experts, do not count.
+
     Returns:
         Whether a stage has run I, as otherwise nothing is known.
     """
     split = [stage for stage in stages if stage.deferred is not None]
     linears = (module for stage in split for module in stage.module.modules() if isinstance(module, nn.Linear))
-    weights = {tuple(map(id, found)): found for found in map(_trained_weights, linears) if found}
+    trained = (found for found in map(_trained_weights, linears) if any(p.grad is not None for p in found))
+    weights = {tuple(map(id, found)): found for found in trained}
     waiting = sum(any(stage.waits(p) for stage in stages for p in found) for found in weights.values())
     if 2 * waiting < len(weights):
         logger.warning(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import Any, TypeGuard
 
@@ -92,7 +92,10 @@ def split(
     """
     key = name if position is None else position
     if callable(rule):
-        return _checked_list(list(rule(value, num_microbatches)), num_microbatches, f"split[{key!r}]")
+        found = rule(value, num_microbatches)
+        if not isinstance(found, Iterable):
+            raise ValueError(f"split[{key!r}] returned a {type(found).__name__}: return the list of the microbatches")
+        return _checked_list(list(found), num_microbatches, f"split[{key!r}]")
     if isinstance(value, Iterator):
         return _checked_list(list(islice(value, num_microbatches)), num_microbatches, f"{name} (an iterator)")
     if is_list_of_microbatches(value, rule):

@@ -182,9 +182,12 @@ def forwards_of(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 
 def options_with_stages(
-    schedule: str | Schedule, options: Mapping[str, Any] | None, stages_per_rank: int | None
+    schedule: str | Schedule, options: Mapping[str, Any] | None, stages_per_rank: int | None, found: int | None
 ) -> dict[str, Any]:
     """The options of a schedule, including ``stages_per_rank`` if it has that option.
+
+    Args:
+        found: the stages per rank of a model that is split already; used if no option says otherwise.
 
     Raises:
         ValueError: for a ``stages_per_rank`` that the schedule does not support.
@@ -197,13 +200,14 @@ def options_with_stages(
             raise ValueError(
                 f"schedule_options = {chosen}: a Schedule has its options; give options with a schedule's name"
             )
-        found = len(schedule.placement.stages_of(0))
-        if stages_per_rank not in (None, found):
-            raise ValueError(f"stages_per_rank = {stages_per_rank}: the schedule given has {found} stages per rank")
+        has = len(schedule.placement.stages_of(0))
+        if stages_per_rank not in (None, has):
+            raise ValueError(f"stages_per_rank = {stages_per_rank}: the schedule given has {has} stages per rank")
         return chosen
     family = find(schedule)
     if stages_per_rank is None:
-        return chosen
+        by_model = {"stages_per_rank": found} if found and "stages_per_rank" in family.options else {}
+        return by_model | chosen
     if "stages_per_rank" in family.options:
         if chosen.setdefault("stages_per_rank", stages_per_rank) != stages_per_rank:
             raise ValueError(
