@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import math
 import pickle
 import random
 import weakref
@@ -258,6 +259,10 @@ WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
         lambda m, x: ending(m, through(m, m.inner["blocks"][5](x))),
         "inner.blocks.5 is called twice",
     ),
+    "a part of a block again": (
+        lambda m, x: ending(m, m.inner["blocks"][1].norm(through(m, x))),
+        "inner.blocks.1.norm is called twice",
+    ),
     "no block": (lambda m, x: ending(m, x), "its blocks are inner.blocks.0 to inner.blocks.5, .* calls none"),
     "a view that is changed later": (
         lambda m, x: (y := m.inner["norm"](through(m, x)), m.head(y.detach()), y.view(-1).mul_(2))[1:],
@@ -333,6 +338,7 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "a new tensor": lambda m, x: ending(m, through(m, x) + torch.ones(x.shape[1], 1, device=x.device)),
     "a new tensor of constants": lambda m, x: ending(m, through(m, x) + torch.linspace(0, 1, WIDTH)),
     "a buffer's value": lambda m, x: ending(m, through(m, x)) * m.scale.item(),
+    "a float of a size": lambda m, x: ending(m, through(m, x) / math.sqrt(x.shape[1]) * x.shape[2] ** 0.5),
     "a size of the input": lambda m, x: ending(m, through(m, x).view(-1, x.shape[1], WIDTH)),
     "a size that decides": lambda m, x: ending(m, through(m, x) / max(x.shape[1], 2 * len(x.shape))),
     "sizes of an earlier output": lambda m, x: sizes_of_an_earlier_output(m, x),

@@ -480,7 +480,7 @@ _OF_A_STAGE = ("training", "forward")
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes without its memory: tensors are on meta, submodules are namespaces of theirs.
+    """A module's attributes without its memory: tensors are on meta, submodules are namespaces of theirs, or lists.
 
     Without its mode: the stages have their own.
     """
@@ -489,8 +489,14 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return (
         public
         | {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors}
-        | {n: SimpleNamespace(**attributes_of(child)) for n, child in children_of(module).items() if child is not None}
+        | {name: _likeness(child) for name, child in children_of(module).items() if child is not None}
     )
+
+
+def _likeness(module: nn.Module) -> Any:
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        return list(map(_likeness, module))
+    return SimpleNamespace(**attributes_of(module))
 
 
 def whole(model: nn.Module | Sequence[nn.Module]) -> nn.Module:

@@ -54,14 +54,21 @@ class UnhashableError(UntraceableError, TypeError):
 
 
 class Number(int):
-    """A size, or what a forward computes with sizes; it records its arithmetic, and what is decided by it."""
+    """A size, or what a forward computes with sizes.
+
+    It records its arithmetic, and what is decided by it. Of a float that is made of it, it records its own value.
+    """
 
     tail: Tail
+
+    def plain(self) -> int:
+        """The integer."""
+        return int.__index__(self)
 
     def __hash__(self) -> int:
         if self.tail.knows(self):
             raise UnhashableError("a cache, or a dict, has sizes as keys")
-        return int(self).__hash__()
+        return hash(self.plain())
 
 
 def _arithmetic(name: str, *, is_reversed: bool = False) -> Callable[..., Any]:
@@ -69,7 +76,19 @@ def _arithmetic(name: str, *, is_reversed: bool = False) -> Callable[..., Any]:
 
     def method(self: Number, *others: Any) -> Any:
         value = getattr(int, f"__{'r' * is_reversed}{name}__")(self, *others)
-        return value if type(value) is not int else self.tail.number(value, function, self, others, is_reversed)
+        if type(value) is int:
+            return self.tail.number(value, function, self, others, is_reversed)
+        if isinstance(value, float) or isinstance(others[0], float):
+            self.tail.pin(self, *others)
+        return value
+
+    return method
+
+
+def _conversion(name: str) -> Callable[..., Any]:
+    def method(self: Number) -> Any:
+        self.tail.pin(self)
+        return getattr(int, name)(self)
 
     return method
 
@@ -84,13 +103,14 @@ def _comparison(name: str, function: Callable[..., bool]) -> Callable[..., Any]:
     return method
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
     setattr(Number, f"__{_name}__", _arithmetic(_name))
     setattr(Number, f"__r{_name}__", _arithmetic(_name, is_reversed=True))
-Number.__neg__ = _arithmetic("neg")  # type: ignore[method-assign]
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Number, f"__{_name}__", _comparison(f"__{_name}__", getattr(operator, _name)))
+Number.__neg__ = _arithmetic("neg")  # type: ignore[method-assign]
 Number.__bool__ = _comparison("__bool__", bool)  # type: ignore[method-assign]
+Number.__int__, Number.__float__ = _conversion("__int__"), _conversion("__float__")  # type: ignore[method-assign]
 
 
 class Tail(fx.Tracer):
@@ -190,6 +210,11 @@ class Tail(fx.Tracer):
         where = "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         self.graph.call_function(check_same, (node, value, where))
 
+    def pin(self, *numbers: Any) -> None:
+        """Let a step refuse other values of these, as the forward makes constants of them."""
+        for number in filter(self.knows, numbers):
+            self.check(self._nodes[id(number)], number.plain())
+
     def create_arg(self, a: Any) -> Any:
         """Find the node of a tensor or number. Other tensors are refused; torch.fx would keep them."""
         if id(a) in self._nodes and isinstance(a, torch.Tensor | Number):
@@ -197,7 +222,7 @@ class Tail(fx.Tracer):
         if isinstance(a, torch.device) and a in self._devices:  # a stage may be on another one
             return self.graph.call_function(getattr, (self._latest, "device"))
         if isinstance(a, Number | torch.Size):
-            return int(a) if isinstance(a, Number) else self.create_arg(tuple(a))
+            return a.plain() if isinstance(a, Number) else self.create_arg(tuple(a))
         if not isinstance(a, torch.Tensor):
             try:
                 return super().create_arg(a)
@@ -320,7 +345,7 @@ def _plain(value: Any) -> Any:
     map_aggregate(value, leaves.append)
     if not any(isinstance(leaf, Number) for leaf in leaves):
         return value  # itself, which a module may change
-    return map_aggregate(value, lambda leaf: int(leaf) if isinstance(leaf, Number) else leaf)
+    return map_aggregate(value, lambda leaf: leaf.plain() if isinstance(leaf, Number) else leaf)
 
 
 def rows_of_modules(model: nn.Module) -> list[list[str]]:
@@ -391,10 +416,7 @@ def row_of_modules(
     if not names:
         raise ValueError(f"model: its blocks are {blocks[0]} to {blocks[-1]}, and its forward calls none; {INSTEAD}")
     early = recording.early()
-    several = (name for name in names if names.count(name) > 1 or name in early)
-    twice = next((name for name in several if any(tensors_of(model.get_submodule(name)))), None)
-    if twice is not None:
-        raise ValueError(f"model: {twice} is called twice, and its weights would be in several layers; {INSTEAD}")
+    _check_once(model, [*early, *names])
     changed = recording.changed()
     if changed:
         raise ValueError(
@@ -407,6 +429,16 @@ def row_of_modules(
         return recording.tail.row(output, early, defaults)
     except UntraceableError as error:
         raise _refusal("its first block", error) from error
+
+
+def _check_once(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse weights and buffers of several calls, also of a module within another one."""
+    found: set[str] = set()
+    for name in names:
+        own = {f"{name}.{key}" for key, _ in tensors_of(model.get_submodule(name))}
+        if own & found:
+            raise ValueError(f"model: {name} is called twice, and its weights would be in several layers; {INSTEAD}")
+        found |= own
 
 
 def _refusal(after: str, error: Exception) -> ValueError:
