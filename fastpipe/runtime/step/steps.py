@@ -228,7 +228,7 @@ class Steps:
                     with torch.set_grad_enabled(request.training):
                         outcome = self._execute(program, inputs, weights, request, signature)
                     if self._calls.interrupted and outcome.failure is None:
-                        outcome.failure = Failure(self.ranks.first, "KeyboardInterrupt")
+                        outcome.failure = self.ranks.interrupted
                     replies = self._finish(outcome, request)
                     if self.audit is not None and request.training and not _have_failed(replies):
                         self.audit.end(replies)
