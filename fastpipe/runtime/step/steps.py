@@ -354,7 +354,8 @@ class Steps:
             if stage.parallel is not None:
                 with contextlib.suppress(ValueError):  # it may be what the pipeline refuses
                     stage.parallel.prepare()
-        why = f"{failure.place()} refused its input: {failure.cause}"
+        who = "its pipeline" if failure.rank is None else failure.place()
+        why = f"{who} refused its input: {failure.cause}"
         with torch.set_grad_enabled(request.training):
             outcome = self.ranks.run_collectives(program, why, reduces=request.training and request.reduces)
         lost = outcome.failure
