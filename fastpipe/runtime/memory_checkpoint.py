@@ -59,12 +59,22 @@ from fastpipe.runtime.checkpoint import (
     template,
     whole_state,
 )
-from fastpipe.runtime.common import attended, bit_sum, call_in_thread, dense_all, local_part, packing, torch_private
+from fastpipe.runtime.common import (
+    EXIT_SECONDS,
+    attended,
+    bit_sum,
+    call_in_thread,
+    dense_all,
+    first_line,
+    local_part,
+    packing,
+    torch_private,
+)
 from fastpipe.runtime.coordination import Replies, Reply, host_name, job_name, shares_store
 from fastpipe.runtime.pipeline import Pipeline
 from fastpipe.runtime.transport import drop_side_group, gather_messages, side_group
 
-_MAGIC = b"fastpip4"
+_MAGIC = b"fastpip5"
 _HEADER = struct.Struct("<8sqq20s")  # magic, sum of the block, step count, layout
 _START, _ROUND = 64, 1 << 16
 
@@ -190,17 +200,26 @@ class MemoryCheckpoint:
 
         replies = self._gather_from_all("MemoryCheckpoint.save", make)
         assert image is not None
+        made = image
         sizes = [reply["size"] for reply in sorted(replies, key=lambda reply: reply["rank"])]
-        if self._sizes == [sizes, sizes]:
-            self._reserve(sizes)
-        else:
-            self._gather_from_all("MemoryCheckpoint.save", lambda: self._reserve(sizes))
-        self._sizes = [*self._sizes[-1:], sizes]
-        self._generation = generation = 1 + max(reply["generation"] for reply in replies)
         own = self._slots[self._rank]
-        image.copy(own.file)
+
+        def copy() -> Reply:
+            for rank, slots in self._slots.items():
+                slots.reserve(sizes[rank], self._generation)
+            made.copy(own.file)
+            return {}
+
+        generations = [reply["generation"] for reply in replies]
+        self._generation = min(generations)  # the last one that all have, as a rank may have failed to copy a later one
+        if self._sizes == [sizes, sizes] and not self._holders:
+            copy()
+        else:  # other ranks wait for a copy of this one, and would do so if there is none
+            self._gather_from_all("MemoryCheckpoint.save", copy)
+        self._sizes = [*self._sizes[-1:], sizes]
+        self._generation = generation = 1 + max(generations)
         own.publish(generation)
-        if len(self._slots) > 1 or self._holders:
+        if self._holders:
             self._writing = call_in_thread(lambda: self._exchange(generation), "fastpipe-memory")
 
     def load(self, path: str | os.PathLike[str] | None = None) -> Any:
@@ -269,7 +288,8 @@ class MemoryCheckpoint:
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
-        control, limit = self._pipe._steps.control, timedelta(seconds=self._pipe._steps.ranks.timeout)
+        # the group's own timeout comes first, with a better message
+        control, limit = self._pipe._steps.control, timedelta(seconds=self._pipe._steps.ranks.timeout + EXIT_SECONDS)
         return writing.result() if writing.done() else attended(writing.result, control.lost, limit, opens=False)
 
     def _make_folder(self) -> Reply:
@@ -318,20 +338,17 @@ class MemoryCheckpoint:
             drop_side_group(self._purpose, None)  # a process may still wait in a collective of it
             raise
 
-    def _reserve(self, sizes: Sequence[int]) -> Reply:
-        for rank, slots in self._slots.items():
-            slots.reserve(sizes[rank])
-        return {}
-
     def _exchange(self, generation: int) -> None:
         """Send this rank's copy to other hosts, and receive theirs; in a thread."""
         own = self._slots[self._rank]
         others = [slots for rank, slots in self._slots.items() if rank != self._rank]
         try:
-            works: list[Any] = [dist.irecv(slots.file.memory, slots.rank, group=self._group) for slots in others]
-            works += [dist.isend(own.file.memory, holder, group=self._group) for holder in self._holders]
-            for work in works:
-                work.wait()
+            works: list[tuple[int, Any]] = [
+                (slots.rank, dist.irecv(slots.file.memory, slots.rank, group=self._group)) for slots in others
+            ]
+            works += [(peer, dist.isend(own.file.memory, peer, group=self._group)) for peer in self._holders]
+            for peer, work in works:
+                _wait_for(work, f"the copies of generation {generation} were not exchanged with rank {peer}")
         except RuntimeError:  # raised again; for the next MemoryCheckpoint
             drop_side_group(self._purpose, None)
             raise
@@ -450,7 +467,7 @@ class _Image:
             file.places, file.parts = self._places, [place.memory(file.memory) for place in self._places]
         packing.pack(file.parts, self._tensors)
         packing.write_text(file.memory, self._text)
-        header = _HEADER.pack(_MAGIC, int(bit_sum(file.memory[_START:])), self._steps, self._layout)
+        header = _HEADER.pack(_MAGIC, _sum_of(file.memory), self._steps, self._layout)
         file.memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
 
@@ -497,15 +514,16 @@ class _Slots:
         self._folder, self._spare = folder, folder / f"{rank}.writing"
         self._mapped: dict[tuple[int, int], _File] = {}
 
-    def reserve(self, size: int) -> None:
-        """Make the older of the two files the one to write, or a new one while there are fewer.
+    def reserve(self, size: int, kept: int) -> None:
+        """Make the older of the two files the one to write, but not of the generation to keep; or a new one.
 
         Raises:
             OSError: if there is no room.
         """
-        done = sorted(generation for rank, generation in _complete(self._folder) if rank == self.rank)
+        done = [generation for rank, generation in _complete(self._folder) if rank == self.rank]
         if len(done) > 1:
-            os.replace(self._folder / f"{self.rank}-{done[0]}", self._spare)
+            oldest = min(generation for generation in done if generation != kept)
+            os.replace(self._folder / f"{self.rank}-{oldest}", self._spare)
         descriptor = os.open(self._spare, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(descriptor).st_size != size:
@@ -538,6 +556,14 @@ class _Slots:
     def publish(self, generation: int) -> None:
         """Complete the file that was written."""
         os.rename(self._spare, self._folder / f"{self.rank}-{generation}")
+
+
+def _wait_for(work: Any, otherwise: str) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:  # with the other rank, which torch does not name
+        text = f"{otherwise}: {first_line(error)}; close this MemoryCheckpoint, and make another one"
+        raise RuntimeError(text) from error
 
 
 def _job() -> str:
@@ -625,9 +651,14 @@ def _layout(pipe: Pipeline, state: Mapping[str, Any]) -> bytes:
     return hashlib.sha1(json.dumps([tensors, ties, sorted(groups)]).encode()).digest()
 
 
+def _sum_of(memory: Tensor) -> int:
+    """Of a file's block, and its size: zeros at the end do not change the sum of the block."""
+    return int(bit_sum(memory[_START:])) ^ len(memory)
+
+
 def _is_unaltered(memory: Tensor) -> bool:
     magic, total, *_ = _HEADER.unpack(bytes(memory[: _HEADER.size].tolist()))
-    return bool(magic == _MAGIC and total == int(bit_sum(memory[_START:])))
+    return bool(magic == _MAGIC and total == _sum_of(memory))
 
 
 class _PlainReader(pickle.Unpickler):

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import re
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +25,8 @@ from fastpipe.runtime.stage import Generators, Stage, StageWork
 from fastpipe.runtime.step.audit import Audit, Draw, Recorder, Repetition, draw, packed, unpacked, waits_of
 from fastpipe.testing import flip_bit
 from tests.conftest import WAYS, skip_without_native
-from tests.distributed.ranks import GroupOf, on_ranks
+from tests.distributed.ranks import GroupOf, on_ranks, ranks
+from tests.patience import PATIENCE
 from tests.runtime.checks import rows_for
 from tests.runtime.models import CASES
 
@@ -685,6 +687,32 @@ def test_an_error_before_a_step_in_what_is_computed_again_fails_one_step() -> No
     if dist.get_rank() == auditor:
         step = first_draw("1f1b", 0, pipe)[0]
         assert f"raised while an audit computed stage 0, microbatch 0 of step {step} again" in notes
+
+
+def is_silent_in_an_audit(victim: int) -> tuple[int | None, str]:
+    """Runs on every rank: one does not take its record, so its owner waits for it, and the third rank for the owner."""
+    width, end = 1500, Audit.end  # larger than what a connection holds
+
+    def never_ends(self: Audit, replies: Any) -> None:
+        drawn = self._draw
+        if dist.get_rank() == victim and drawn is not None and list(drawn.again)[:1] == [victim]:
+            time.sleep(PATIENCE)
+        end(self, replies)
+
+    layers = [nn.Linear(width, width) for _ in range(3)]
+    pipe = Pipeline(layers, "1f1b", COUNT, nn.functional.mse_loss, audit=1 / 3, timeout=5.0)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(fastpipe.StepError) as raised:
+        patch.setattr(Audit, "end", never_ends)
+        for _ in range(20):
+            pipe.step(torch.ones(COUNT, width), target=torch.ones(COUNT, width))
+    return raised.value.rank, str(raised.value)
+
+
+def test_who_is_silent_in_an_audit_is_named_by_all() -> None:
+    with ranks(3) as group:
+        group.start(is_silent_in_an_audit, 1)
+        for rank, text in group.results([0, 2]):
+            assert rank == 1 and "rank 1 did not reach the end of call" in text, text
 
 
 def test_one_flipped_bit_changes_a_sum() -> None:

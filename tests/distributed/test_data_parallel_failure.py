@@ -127,22 +127,26 @@ def test_gradients_of_a_failed_step_within_no_sync_do_not_wait_for_the_next(exec
     assert all(kind == "StepError" and "on purpose" in text for kind, text in others), others
 
 
-def refuses_its_input(wrap: str, executor: str) -> tuple[str, str]:
+def refuses_its_input(wrap: str, executor: str) -> tuple[str, str, str]:
     over, replica = mesh_and_replica()
     pipe = build(wrap, "zbv", executor, over)
     x, target = batch(0, replica)
     rows = len(x) if replica == 0 else 2
     found = caught(lambda: pipe.step(x[:rows], target=target[:rows]))[:2]
     check_next_step(pipe, replica)
-    return found
+    rows = len(x) - (dist.get_rank() == 3)  # other than on rank 2
+    _, differs, _ = caught(lambda: pipe.step(x[:rows], target=target[:rows]))
+    return *found, differs
 
 
 @executors_in_turn("wrap", ["ddp", "fsdp"])
 def test_what_one_replica_refuses_is_an_error_in_all(wrap: str, executor: str, group_of: GroupOf) -> None:
     """None waits for it, and it is not a step ahead of the others afterwards."""
     answers = group_of(4).run(refuses_its_input, wrap, executor)
-    assert [kind for kind, _ in answers[:3]] == ["StepError", "StepError", "ValueError"], answers
-    assert all("rank 0 refused its input: ValueError: the input has 2 rows" in text for _, text in answers[:2]), answers
+    assert [kind for kind, *_ in answers[:3]] == ["StepError", "StepError", "ValueError"], answers
+    for _, text, differs in answers[:2]:
+        assert "rank 0 refused its input: ValueError: the input has 2 rows" in text
+        assert "its pipeline refused its input: ValueError" in differs and "another dtype or shape on ranks" in differs
 
 
 def is_interrupted(wrap: str, executor: str) -> tuple[str, str]:

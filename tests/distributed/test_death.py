@@ -322,3 +322,28 @@ def test_a_death_is_told_while_another_rank_is_late(transport: str, hosts: str, 
     with ranks(SIZE) as group:
         group.start(train_with_a_late_one, str(tmp_path / "note"), transport, hosts)
         check(group.results([0, 3]), 2)
+
+
+def clip_after_the_others(folder: str, hosts: str) -> str:
+    """Runs on every rank: rank 2 comes when the others have given it up, and still finds what they have sent."""
+    case, own = CASES["plain"], Path(folder) / str(dist.get_rank())
+    with on_hosts(hosts):
+        pipe = Pipeline(case.layers(3), "1f1b", COUNT, case.loss_fn, timeout=5.0)
+    batch = case.batches(1, rows_for(COUNT))[0]
+    pipe.step(*batch.args, target=batch.target)
+    while dist.get_rank() == 2 and len(list(Path(folder).iterdir())) < 2:
+        time.sleep(0.01)
+    with pytest.raises(StepError) as raised:
+        pipe.clip_grad_norm_(1.0)
+    del pipe
+    text = str(raised.value)
+    raised.value.__traceback__ = None  # its frames have the pipeline, which is to be closed
+    own.touch()
+    return text
+
+
+@pytest.mark.parametrize("hosts", ["", "aab"])
+def test_a_rank_that_is_late_is_told_why_the_others_have_closed_the_pipeline(hosts: str, tmp_path: Path) -> None:
+    with ranks(3) as group:
+        for text in group.run(clip_after_the_others, str(tmp_path), hosts):
+            assert "rank 2 did not reach the start of call 2 (clip_grad_norm_) within 5 s" in text

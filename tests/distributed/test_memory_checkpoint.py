@@ -284,3 +284,32 @@ def test_no_room_is_an_error_on_all_ranks(num_saved: int, group_of: GroupOf, tmp
     assert (
         "no room in" in one[1] and "it needs 2 x 0.1 MB" in one[1] and "--shm-size" in one[1] and "no room" in zero[1]
     )
+
+
+def fail_to_copy(folder: str, hosts: str) -> tuple[Any, Any]:
+    """Runs on every rank: the copy of step 3 fails on rank 1 alone, and that of step 4 on all; then load."""
+    with on_hosts(hosts):
+        pipe = pipeline("1f1b", None, timeout=20.0)
+        memory = MemoryCheckpoint(pipe, adamw(pipe), keep=2, name="test", folder=folder)
+        for step in range(1, 3):
+            memory.save({"step": step})
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(memory_checkpoint._Image, "copy", no_room)
+            first = caught(lambda: memory.save({"step": 3})) if dist.get_rank() or hosts == "ab" else memory.save()
+            patch.setattr(memory_checkpoint._Image, "copy", no_room)
+            caught(lambda: memory.save({"step": 4}))
+        extra = memory.load()
+        memory.save()
+        memory.close()
+    return first, extra
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_copy_that_fails_on_one_rank_leaves_the_last_one_of_all(
+    hosts: str, group_of: GroupOf, tmp_path: Path
+) -> None:
+    """And where copies go to other hosts no rank waits for it."""
+    (zero, extra), (one, _) = group_of(2).run(fail_to_copy, str(tmp_path), hosts)
+    assert one[0] == "OSError" and extra == {"step": 2}
+    assert zero is None if hosts == "aa" else zero[0] == "StepError" and zero[2] == 1

@@ -20,7 +20,7 @@ from fastpipe.runtime.transport import MeshGroups
 from fastpipe.testing import Fault
 from tests.conftest import skip_without_native
 from tests.distributed.ranks import on_ranks, ranks
-from tests.distributed.test_mesh import LAYERS, MICROBATCHES, Mlp, batch, layers, layers_of
+from tests.distributed.test_mesh import LAYERS, MICROBATCHES, WIDTH, Mlp, batch, layers, layers_of
 from tests.patience import PATIENCE
 
 FORWARD, BACKWARD, KILL = "forward", "backward", "kill"
@@ -111,6 +111,34 @@ def test_an_exception_reaches_all_ranks_of_the_mesh(way: str, schedule: str, exe
         places = [f"\nrank {r} of the pipeline at tp={t} " for r in range(2) for t in range(2)]
         assert "when the pipeline ended" in answer["notes"] and all(place in answer["notes"] for place in places)
     assert "ArithmeticError" in place["cause"]
+
+
+def is_interrupted(executor: str, victim: int) -> tuple[str, str]:
+    """Runs on every rank: one gets a SIGINT, and its peer comes to the next forward's collective."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    made = layers(mesh)
+    if dist.get_rank() == victim:
+        i = 0 if victim < 2 else -1  # of its stage
+        made[i] = Fault(made[i], 1, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    pipe = Pipeline(made, "1f1b", 12, nn.functional.mse_loss, mesh=mesh, executor=executor, timeout=20.0)
+    x = torch.ones(12, WIDTH)
+    try:
+        pipe.step(x, target=x)
+    except BaseException as error:  # KeyboardInterrupt, too
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(("executor", "victim"), [("native", 3), ("python", 0)])
+def test_an_interrupt_reaches_all_ranks_of_the_mesh(executor: str, victim: int) -> None:
+    """What its rank drains does not enter the collectives in which its peer waits."""
+    skip_without_native()
+    with ranks(4) as group:
+        for rank, (kind, text) in enumerate(group.run(is_interrupted, executor, victim)):
+            if rank == victim:
+                assert kind == "KeyboardInterrupt"
+            else:
+                assert f"rank {victim // 2} of the pipeline at tp={victim % 2}: KeyboardInterrupt" in text, (kind, text)
 
 
 @pytest.mark.parametrize(("schedule", "executor"), [("1f1b", "native"), ("zbv", "python")])

@@ -144,7 +144,7 @@ class Processes(Control):
     def lost(self, awaited: Sequence[int] | None = None) -> Failure | None:
         """A published failure, else the exit of an awaited process. Within steps, what the watcher detected."""
         if self.step:
-            return self._lost or next(iter(self._watcher.dead.values()), None)
+            return self._lost or next(iter(self._watcher.causes), None)
         # before the published failure is read: a process that fails publishes that and then closes the pipeline
         dead = self._watcher.find_dead(1)
         # a lost store is reported where it is needed
@@ -292,6 +292,7 @@ class Watcher:
         published: the steps whose failures this process has published and not yet deleted.
         on_loss: called from the watcher's thread if a process exits without closing the pipeline, in or between steps.
         dead: failures of the processes that have exited or closed the pipeline, by number.
+        causes: the failures that are reported for them.
     """
 
     def __init__(
@@ -307,6 +308,8 @@ class Watcher:
         self._on_failure: OnFailure | None = None
         self.published: list[int] = []
         self.dead: dict[int, Failure] = {}
+        self.causes: list[Failure] = []
+        self._breaker = CircuitBreaker(SHORT_EXIT_SECONDS)
         self._lock = threading.Lock()
         self._stopping = False
         self._answer: tuple[int, Future[Failure | None]] | None = None
@@ -387,6 +390,7 @@ class Watcher:
                 if descriptor != self.local_peers.wakeup.fileno():
                     poll.unregister(descriptor)
             self.dead = self.find_dead(self.step)
+            self.causes = [self._cause(number, failure, store) for number, failure in self.dead.items()]
             if self._stopping:
                 return
             with self._lock:
@@ -400,7 +404,7 @@ class Watcher:
                 return
 
     def _report_losses(self) -> None:
-        for failure in self.dead.values():
+        for failure in self.causes:
             with logged("to unblock what waits for a lost rank"):
                 self.on_loss(failure)
 
@@ -421,7 +425,7 @@ class Watcher:
 
     def _look(self, store: Any, step: int) -> bool:
         """Report the failures of a step; returns False if the store is gone."""
-        dead = list(self.dead.values())
+        dead = self.causes
         for death in dead:
             self.report(death, step)
 
@@ -457,6 +461,17 @@ class Watcher:
             else:  # a process that failed to build it has published why, which is read first
                 found[number] = LEFT
         return {number: self._failure(number, cause) for number, cause in sorted(found.items())}
+
+    def _cause(self, number: int, failure: Failure, store: Any) -> Failure:
+        """The failure of a dead process; if it has closed the pipeline after a fatal failure, that one.
+
+        This process may be a step further, as it could still read what the other one wrote for its last step.
+        """
+        if failure.cause != LEFT:
+            return failure
+        last_steps = {n: step for n, (_, step) in self.lifeline.ended().items()} | self.local_peers.closed
+        found = self._breaker.call(lambda: read_failure(store, last_steps[number]), None)
+        return failure if found is None or not _ends_waits(found) else found
 
     def report(self, failure: Failure, step: int) -> None:
         """Pass a failure to the step, unless it has ended."""

@@ -31,6 +31,7 @@ from fastpipe.runtime.common import (
     SHORT_EXIT_SECONDS,
     Failure,
     FailureError,
+    call_in_thread,
     cause_text,
     end_child,
     failure_of,
@@ -216,6 +217,7 @@ class LocalRanks:
         failed_at: as `places`, when the failure of the last step became known here; empty if it did not fail.
         reported: the first failure that another process reported in this step, or that this one was interrupted;
             `Steps` resets it.
+        interrupted: the failure of the last interrupt of this process.
         abandoned: why threads may still run a step that has been left.
     """
 
@@ -252,6 +254,7 @@ class LocalRanks:
         self.failed_at: list[tuple[int, Program, int]] = []
         self._outcome = Outcome()
         self.reported: Failure | None = None
+        self.interrupted: Failure | None = None
         self.abandoned: Failure | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -376,10 +379,17 @@ class LocalRanks:
         self.failed_at = self.failed_at or self.places()
 
     def interrupt(self) -> None:
-        """`fail` from a signal handler: without the lock, which the interrupted thread may hold."""
-        self.reported = self.reported or Failure(self.first, "KeyboardInterrupt")
+        """`fail` from a signal handler: without the lock, which the interrupted thread may hold.
+
+        In a mesh all must learn of it at once, as a peer may wait in a collective that a drained step leaves out.
+        """
+        is_fatal = bool(self._current and self.mesh_groups.groups)
+        self.interrupted = failure = Failure(self.first, "KeyboardInterrupt", is_fatal=is_fatal)
+        self.reported = self.reported or failure
         for executor in tuple(self._current):
             executor.fail()
+        if is_fatal:
+            call_in_thread(partial(self.publish, failure), "fastpipe-interrupt")
 
     def abort(self, failure: Failure) -> None:
         """After the last step: end the connections, so that peers waiting for this process are unblocked."""

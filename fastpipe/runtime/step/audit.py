@@ -32,6 +32,7 @@ from fastpipe.placement import Placement
 from fastpipe.program import Op, Program
 from fastpipe.runtime.common import (
     CPU,
+    FailureError,
     Tensors,
     add_note,
     bit_sum,
@@ -441,12 +442,32 @@ class Audit:
         self._received, drawn = None, self._draw
         if drawn is None:
             return
-        if self._data is not None:
-            for auditor in drawn.again:
-                self._exchange(auditor, [self._data], [])
-        elif self.rank in drawn.again:
-            self._received = self._receive(drawn.owner, replies[drawn.owner]["record"])
+        with self._settled():
+            if self._data is not None:
+                for auditor in drawn.again:
+                    self._exchange(auditor, [self._data], [])
+            elif self.rank in drawn.again:
+                self._received = self._receive(drawn.owner, replies[drawn.owner]["record"])
         self._data = None
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Context in which ranks exchange data one after the other. All end it together: who waits for a rank that
+        waits for a silent one cannot tell which of them is silent."""
+        suspicion: FailureError | None = None
+        try:
+            yield
+        except FailureError as error:
+            if not error.failure.is_suspected:
+                raise
+            suspicion = error
+            self._control.publish(error.failure)
+        try:
+            self._control.exchange("end of audit", {})
+            if suspicion is not None:
+                raise suspicion
+        finally:
+            del suspicion  # breaks the cycle of exception and frame
 
     def _receive(self, peer: int, size: int) -> torch.Tensor:
         (data,) = self._exchange(peer, [], [torch.empty(size, dtype=torch.uint8, device=self.device)])
@@ -454,12 +475,13 @@ class Audit:
 
     def _vote(self, auditor: int, size: int) -> CorruptionError:
         """All ranks compute again what the auditor doubts, a record of so many bytes."""
-        if self.rank == auditor and (data := self._received) is not None:
-            for peer in range(self._control.size):
-                if peer != auditor:
-                    self._exchange(peer, [data], [])
-        else:
-            data = self._receive(auditor, size)
+        with self._settled():
+            if self.rank == auditor and (data := self._received) is not None:
+                for peer in range(self._control.size):
+                    if peer != auditor:
+                        self._exchange(peer, [data], [])
+            else:
+                data = self._receive(auditor, size)
         record = unpacked(data)
         microbatches: list[int] = sum(record["draw"].again[auditor], [])
         found = self._repetition(record, microbatches).results()

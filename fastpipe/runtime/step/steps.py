@@ -228,7 +228,7 @@ class Steps:
                     with torch.set_grad_enabled(request.training):
                         outcome = self._execute(program, inputs, weights, request, signature)
                     if self._calls.interrupted and outcome.failure is None:
-                        outcome.failure = Failure(self.ranks.first, "KeyboardInterrupt")
+                        outcome.failure = self.ranks.interrupted
                     replies = self._finish(outcome, request)
                     if self.audit is not None and request.training and not _have_failed(replies):
                         self.audit.end(replies)
@@ -354,7 +354,8 @@ class Steps:
             if stage.parallel is not None:
                 with contextlib.suppress(ValueError):  # it may be what the pipeline refuses
                     stage.parallel.prepare()
-        why = f"{failure.place()} refused its input: {failure.cause}"
+        who = "its pipeline" if failure.rank is None else failure.place()
+        why = f"{who} refused its input: {failure.cause}"
         with torch.set_grad_enabled(request.training):
             outcome = self.ranks.run_collectives(program, why, reduces=request.training and request.reduces)
         lost = outcome.failure
