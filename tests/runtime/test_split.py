@@ -263,6 +263,10 @@ WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
         lambda m, x: ending(m, m.inner["blocks"][1].norm(through(m, x))),
         "inner.blocks.1.norm is called twice",
     ),
+    "a parameter is changed": (
+        lambda m, x: ending(m, through(m, x) + (y := m.shift.data, y.mul_(2), m.shift)[2]),
+        "after its first block .*it changes shift in place",
+    ),
     "no block": (lambda m, x: ending(m, x), "its blocks are inner.blocks.0 to inner.blocks.5, .* calls none"),
     "a view that is changed later": (
         lambda m, x: (y := m.inner["norm"](through(m, x)), m.head(y.detach()), y.view(-1).mul_(2))[1:],

@@ -305,8 +305,22 @@ class Tail(fx.Tracer):
         for node in [*reversed(self.graph.nodes)]:
             if not node.users and node.target in (operator.getitem, getattr):
                 self.graph.erase_node(node)
+        self._check_unwritten()
         inputs = [self._key(node) for node in _alive(_numbers(self.graph), 1)]
         return Row(_cut(self.graph), early, inputs, self.given, self.buffers, defaults)
+
+    def _check_unwritten(self) -> None:
+        """Refuse changes in place of parameters and buffers, of which stages have copies."""
+        held = {}
+        nodes = [node for node in self.graph.nodes if isinstance(node.meta.get("value"), torch.Tensor)]
+        for node in nodes:
+            if node.op == "get_attr" or isinstance(node.meta.get("key"), str):
+                held[node.meta["value"].untyped_storage().data_ptr()] = node.meta.get("key", node.target)
+        for node in nodes:
+            value = node.meta["value"]
+            name = held.get(value.untyped_storage().data_ptr())
+            if name is not None and value.numel() and version_of(value) > node.meta["version"]:
+                raise UntraceableError(f"it changes {name} in place")
 
     def _key(self, node: fx.Node) -> int | str | Variable:
         """An input; a parameter is one under a name that the first stage has."""
