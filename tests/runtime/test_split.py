@@ -1217,12 +1217,16 @@ def test_sizes_that_are_read_before_the_blocks() -> None:
     class Segmentation(Residues):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             rows, size = x.shape[0], x.shape[-2:]
+            if "largest" not in vars(self):
+                self.largest = size[0]
             y = self.layer3(self.layer2(self.layer1(self.stem(x))))
             y = nn.functional.interpolate(y.reshape(rows, -1, *y.shape[2:]), size=size)
             return y if size[0] < 64 else y[:, :, : x.shape[2] // 2]
 
     x = torch.randn(8, 3, 9, 9)
-    layers = fastpipe.split(Segmentation(), x[:2])
+    model = Segmentation()
+    layers = fastpipe.split(model, x[:2])
+    assert type(model.largest) is int
     assert not any(value is x for value in layers[0](x))
     pipe = fastpipe.Pipeline(layers, "1f1b", 4, lambda y, _: y.square().mean(), num_ranks=2)
     for size in (9, 12):

@@ -602,6 +602,9 @@ class _Recording(TorchFunctionMode):
             self.tail.is_recording = False
             for handle in handles:
                 handle.remove()
+            for path in self._entered:  # a forward may keep the largest size that it has seen
+                kept = vars(self._model.get_submodule(path))
+                kept.update({name: value.plain() for name, value in kept.items() if isinstance(value, Number)})
 
     def names(self) -> list[str]:
         """The names of the called modules."""
