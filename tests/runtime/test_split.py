@@ -225,12 +225,22 @@ def test_sequentials_keep_their_names() -> None:
     assert "first.weight = again.weight" in tied.describe()
 
 
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor.mul_(2)
+
+
 class Wrong(Decoder):
     """A decoder whose forward does ``what`` with its hidden states."""
 
     def __init__(self, what: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self.what = what
+        self.scaling = Scaling()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.what(self, self.embed(ids, 0))
@@ -266,6 +276,10 @@ WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "a parameter is changed": (
         lambda m, x: ending(m, through(m, x) + (y := m.shift.data, y.mul_(2), m.shift)[2]),
         "after its first block .*it changes shift in place",
+    ),
+    "a buffer that a module changes": (
+        lambda m, x: ending(m, m.scaling(through(m, x)) * m.scaling.factor),
+        "after its first block .*it changes scaling.factor in place",
     ),
     "no block": (lambda m, x: ending(m, x), "its blocks are inner.blocks.0 to inner.blocks.5, .* calls none"),
     "a view that is changed later": (

@@ -131,6 +131,7 @@ class Tail(fx.Tracer):
         self.is_recording = False
         self._model = model
         self._names = {id(buffer): name for name, buffer in model.named_buffers()}
+        self._versions = {id(buffer): version_of(buffer) for buffer in model.buffers()}
         self._nodes: dict[int, fx.Node] = {}  # of tensors and numbers, which they hold, by id
         self._latest: fx.Node  # of a tensor
         self._devices: list[torch.device] = []
@@ -231,6 +232,7 @@ class Tail(fx.Tracer):
         if id(a) in self._names:
             node = self.graph.get_attr(self._names[id(a)])
             self.hold(node, a, True)
+            node.meta["version"] = self._versions[id(a)]
             return node
         raise UntraceableError(
             "it uses a tensor that was in no variable at the first block, and is no parameter or buffer: assign it to "
@@ -310,7 +312,7 @@ class Tail(fx.Tracer):
         return Row(_cut(self.graph), early, inputs, self.given, self.buffers, defaults)
 
     def _check_unwritten(self) -> None:
-        """Refuse changes in place of parameters and buffers, of which stages have copies."""
+        """Refuse changes in place, also by modules, of parameters and buffers, of which stages have copies."""
         held = {}
         nodes = [node for node in self.graph.nodes if isinstance(node.meta.get("value"), torch.Tensor)]
         for node in nodes:
