@@ -91,7 +91,7 @@ def test_every_loss_is_told_though_one_cannot_be_dealt_with(caplog: pytest.LogCa
         raise RuntimeError("CUDA error: out of its mind")
 
     watcher = Watcher.__new__(Watcher)
-    watcher.dead, watcher._lock, watcher.step = {1: dead(1), 3: dead(3)}, threading.Lock(), 1
+    watcher.causes, watcher._lock, watcher.step = [dead(1), dead(3)], threading.Lock(), 1
     watcher.on_loss = fail
     watcher._report_losses()
     assert told == [1, 3]
