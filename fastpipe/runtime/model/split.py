@@ -30,7 +30,7 @@ from fastpipe.runtime.model.chain import (
     selected,
 )
 from fastpipe.runtime.model.cuts import restored
-from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, is_hugging_face, no_cache
+from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, is_hugging_face, making_masks, no_cache
 from fastpipe.runtime.model.row_graph import holder_of, row_of_modules, rows_of_modules
 from fastpipe.runtime.model.rows import (
     OtherInputsError,
@@ -135,7 +135,8 @@ def _of_hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any
         if not example and not kwargs:
             raise
         try:
-            return _row(model, example, {**no_cache(model), **kwargs}, no_cache(model))
+            with making_masks(kwargs):
+                return _row(model, example, {**no_cache(model), **kwargs}, no_cache(model))
         except Exception as other:  # also the model's, of an example that it does not take
             raise ValueError(f"{error}. Its forward was recorded, too, and that failed: {first_line(other)}") from other
 
