@@ -116,7 +116,7 @@ def making_masks(example: Mapping[str, Any]) -> Iterator[None]:
 
     Else it leaves out a mask that masks nothing, and a record of a forward would hold only if that is left out as here.
     """
-    utilities = sys.modules.get("transformers.masking_utils")
+    utilities: Any = sys.modules.get("transformers.masking_utils")
     masks = [value for name, value in example.items() if name.endswith("mask") and isinstance(value, torch.Tensor)]
     if all(mask.all() for mask in masks) or not hasattr(utilities, "is_tracing"):
         yield
