@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -32,8 +33,10 @@ from fastpipe.runtime.common import (
 from fastpipe.runtime.model.hugging_face import INSTEAD
 from fastpipe.runtime.model.rows import (
     TRAINING,
+    Results,
     Row,
     RowLayer,
+    Source,
     Variable,
     check_same,
     holders_of,
@@ -137,15 +140,15 @@ class Tail(fx.Tracer):
         self._devices: list[torch.device] = []
         self._mode: list[bool] = []
 
-    def begin(self, args: Any, kwargs: Any, variables: Mapping[Variable, Any]) -> None:
-        """Take as inputs: parameters, and the tensors and numbers of the first block's arguments and of variables."""
+    def begin(self, args: Any, kwargs: Any, values: Mapping[Source, Any]) -> None:
+        """Take as inputs: parameters, and the tensors and numbers of the first block's arguments and of the forward."""
         leaves = pytree.tree_leaves((args, kwargs))
         self.given = without_tensors(pytree.tree_map_only(Number, lambda _: int, (args, kwargs)))
         self.buffers = {i: self._names[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in self._names}
         self.is_recording = True
         self._devices = list(dict.fromkeys(tensor.device for tensor in tensor_leaves(leaves)))
         self.follow_mode()
-        for key, value in (*self._model.named_parameters(), *enumerate(leaves), *variables.items()):
+        for key, value in (*self._model.named_parameters(), *enumerate(leaves), *values.items()):
             if isinstance(value, torch.Tensor | Number) and not self.knows(value):
                 node = self.graph.placeholder("input")
                 node.meta["key"] = key
@@ -235,8 +238,8 @@ class Tail(fx.Tracer):
             node.meta["version"] = self._versions[id(a)]
             return node
         raise UntraceableError(
-            "it uses a tensor that was in no variable at the first block, and is no parameter or buffer: assign it to "
-            "a variable"
+            "it uses a tensor that was in no variable at the first block, of no function of torch, and is no parameter "
+            "or buffer: assign it to a variable"
         )
 
     def of_function(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -324,9 +327,9 @@ class Tail(fx.Tracer):
             if name is not None and value.numel() and version_of(value) > node.meta["version"]:
                 raise UntraceableError(f"it changes {name} in place")
 
-    def _key(self, node: fx.Node) -> int | str | Variable:
+    def _key(self, node: fx.Node) -> Source:
         """An input; a parameter is one under a name that the first stage has."""
-        key: int | str | Variable = node.meta["key"]
+        key: Source = node.meta["key"]
         if not isinstance(key, str):
             return key
         layers = tuple(f"{call.target}." for call in self.calls)
@@ -587,6 +590,9 @@ class _Recording(TorchFunctionMode):
         self._model, self._blocks, self._keeps_graph = model, blocks, keeps_graph
         self._entered = holders_of(row[0] for row in (blocks, *others)) | _later_rows(model, blocks)
         self._open: list[Call] = []
+        # before the first block, by id; most are gone when it begins
+        self._made: dict[int, tuple[Source, weakref.ref[torch.Tensor]]] = {}
+        self._results = Results(_Recording.run.__code__)
         self._state: dict[str, tuple[Any, int]] = {}
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -628,17 +634,32 @@ class _Recording(TorchFunctionMode):
         if len(self._open) == 1 and (self.calls or path in self._blocks):
             if not self.calls:
                 self._state = state_of(self._model, self._entered)
-                self.tail.begin(args, kwargs, _variables())
+                self.tail.begin(args, kwargs, {**_variables(), **self._results_before()})
             self.tail.call(path, args, kwargs)
             self.calls.append(call)
         elif not self.calls:
             self._before.add(path)
         return _plain(args), _plain(kwargs)
 
+    def _results_before(self) -> dict[Source, torch.Tensor]:
+        """What functions of torch made before the first block, and the forward holds, if only in a nested call."""
+        found = ((source, reference()) for source, reference in self._made.values())
+        return {source: tensor for source, tensor in found if tensor is not None}
+
+    def _note(self, source: Source, tensor: torch.Tensor) -> None:
+        self._made[id(tensor)] = source, weakref.ref(tensor)
+
+    def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = tensor.detach()
+        source, reference = self._made.get(id(tensor), (0, None))
+        if reference is not None and reference() is tensor:
+            self._note(source, found)
+        return found
+
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
         if len(self._open) == 1:
             if not self._keeps_graph:
-                output = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+                output = pytree.tree_map_only(torch.Tensor, self._detached, output)
             self._open[0].output = output
             if self.calls:
                 self.tail.follow_mode()
@@ -649,7 +670,11 @@ class _Recording(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, and record it if the forward does that between modules."""
         kwargs = kwargs or {}
-        return func(*args, **kwargs) if self._open else self.tail.of_function(func, args, kwargs)
+        value = func(*args, **kwargs) if self._open else self.tail.of_function(func, args, kwargs)
+        if not self.calls:
+            for result, tensor in self._results.of(value):
+                self._note(result, tensor)
+        return value
 
 
 _INTEGERS = torch.Tensor.__len__, torch.Tensor.__int__, torch.Tensor.__index__
