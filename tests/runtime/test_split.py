@@ -435,8 +435,16 @@ class Translator(nn.Module):
         self.decoder = Reader(nn.TransformerDecoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True))
 
     def forward(self, source: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids)
-        return self.head(self.decoder(x, self.encoder(self.tokens(source))))
+        return self.head(self.decoder(self.tokens(ids) * 2, self.encoder(self.tokens(source))))
+
+
+class OneAfterTheOther(Translator):
+    """The shared embedding is called again after the encoder."""
+
+    def forward(self, source: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder(self.tokens(source))
+        padded = nn.functional.pad(ids, (1, 0), value=2)[:, :-1]
+        return self.head(self.decoder(self.tokens(padded), memory))
 
 
 class Transformer(Translator):
@@ -453,7 +461,7 @@ class Transformer(Translator):
 
 
 @pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 5), ("zbv", 2), ("dualpipev", 2)])
-@pytest.mark.parametrize("kind", [Translator, Transformer])
+@pytest.mark.parametrize("kind", [Translator, OneAfterTheOther, Transformer])
 def test_encoder_and_decoder(kind: type[Translator], schedule: str, num_ranks: int, executor: str) -> None:
     ids, target = batch()
     source = ids.flip(1)[:, :-2]
@@ -461,6 +469,8 @@ def test_encoder_and_decoder(kind: type[Translator], schedule: str, num_ranks: i
     assert len(layers) == 1 + 3 + 1 + 3 + 2
     pipe = fastpipe.Pipeline(layers, schedule, 4, loss_fn, num_ranks=num_ranks, executor=executor)
     parity = fastpipe.check_parity(pipe, kind(), ((source, ids), target))
+    assert parity.ok, parity
+    parity = fastpipe.check_parity(pipe, kind(), ((source[:4, 1:], ids[:4]), target[:4]))
     assert parity.ok, parity
 
 

@@ -105,14 +105,17 @@ class Row(NamedTuple):
     """A model from its first block on.
 
     Attributes:
+        first: what layer 0 does after the model's forward: it gives the inputs to the next layer, and calls modules
+            with weights again that it has called; ``function`` calls them by name.
         layers: in order. A module without parameters and buffers may be in several, and precede the first.
         early: modules of layers that precede the first, too.
-        inputs: of the first layer.
+        inputs: of ``first``.
         given: the first block's arguments `without_tensors`; `int` for an integer that inputs have.
         buffers: the names of those among their leaves, by number.
         defaults: keyword arguments of the model that a step need not have.
     """
 
+    first: RowLayer
     layers: Sequence[RowLayer]
     early: Collection[str]
     inputs: Sequence[Source]
@@ -172,7 +175,8 @@ class RowStage(WholeNames):
             self.stand_for(model, copied)
             self._signature = inspect.signature(model.forward)
         self._fixed, self._constants = fixed, constants
-        self._share_buffers(model, {buffer for layer in own for buffer in layer.buffers if buffer != TRAINING})
+        taken = {buffer for layer in ([row.first] * begins + own) for buffer in layer.buffers}
+        self._share_buffers(model, taken - {TRAINING})
         self._share_buffers(model, row.buffers.values() if begins else ())
         self._names = accepted_names(model) if begins else frozenset()
         self._recomputes = False
@@ -191,16 +195,22 @@ class RowStage(WholeNames):
         values: Any = args
         for model, row in self._before:
             values = self._run_before(model, row, args, {**row.defaults, **kwargs})
+            values = self._run(row.first, self._call, values, self)
         for module, layer in self._own:
-            # another stage may have moved the model's buffer
-            buffers = [
-                module.training if name == TRAINING else self.get_buffer(name).to(_device_of(values))
-                for name in layer.buffers
-            ]
-            run = partial(_recomputed, module) if self._recomputes else module
-            values = layer.function.forward(run, *values, *buffers)
+            values = self._run(layer, partial(_recomputed, module) if self._recomputes else module, values, module)
         is_tensor = not self._ends and len(values) == 1 and isinstance(values[0], torch.Tensor)
         return values[0] if is_tensor else values
+
+    def _run(self, layer: RowLayer, call: Callable[..., Any], values: Sequence[Any], module: nn.Module) -> Any:
+        # another stage may have moved the model's buffer
+        buffers = [
+            module.training if name == TRAINING else self.get_buffer(name).to(_device_of(values))
+            for name in layer.buffers
+        ]
+        return layer.function.forward(call, *values, *buffers)
+
+    def _call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        return self.get_submodule(path)(*args, **kwargs)
 
     def _share_buffers(self, model: nn.Module, buffers: Iterable[str]) -> None:
         """Hold buffers that modules get, under the model's names: they are loaded and saved with this stage."""
@@ -372,13 +382,13 @@ def _frames_of(reached: _Reached) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(reached.__traceback__)][:0:-1]
 
 
-def variables_in(frames: Iterable[FrameType]) -> dict[Variable, torch.Tensor | int]:
+def variables_in(frames: Iterable[FrameType]) -> dict[Source, torch.Tensor | int]:
     """The tensors, but for parameters, and the integers in the variables of forwards.
 
     Args:
         frames: of calls that lead to a module of the row, the innermost first.
     """
-    found = {}
+    found: dict[Source, torch.Tensor | int] = {}
     ours = {nn.Module.__module__, __name__}
     for number, frame in enumerate(frame for frame in frames if frame.f_globals["__name__"] not in ours):
         for name, value in frame.f_locals.items():

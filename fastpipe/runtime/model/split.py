@@ -67,10 +67,10 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
             * Another module, with an example: the part of its forward before the first block, every block, and every
               later module. Blocks are the members of an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential``; of
               a model without these, its modules. From the first block on, modules, and functions of torch between
-              them, must use only each other's results, tensors in variables when the first block begins, parameters
-              and buffers of the model, sizes, and constants. Running the example, some twenty times, checks this, and
-              compares the layers with the model: in training and evaluation, under autocast, and with other sizes and
-              numbers.
+              them, must use only each other's results, tensors that the forward has when the first block begins,
+              parameters and buffers of the model, sizes, and constants. Running the example, some twenty times, checks
+              this, and compares the layers with the model: in training and evaluation, under autocast, and with other
+              sizes and numbers.
         example: one microbatch, as the model takes it; required for the last kind.
         kwargs: keyword arguments of the example. Of the last kind a step must have the same ones, with the same
             values where these are no tensors and the comparison finds that layers would not follow them.
