@@ -474,6 +474,22 @@ def test_encoder_and_decoder(kind: type[Translator], schedule: str, num_ranks: i
     assert parity.ok, parity
 
 
+@pytest.mark.parametrize("kind", [OneAfterTheOther, Transformer])
+def test_compiled_stages(kind: type[Translator]) -> None:
+    """The forward up to the first block is not compiled, as the stage ends within it."""
+    (ids, target), unsplit = batch(), kind()
+    layers = fastpipe.split(kind(), ids[:2], ids[:2])
+    pipe = fastpipe.Pipeline(layers, "zbv", 4, loss_fn, num_ranks=2)
+    for stage in pipe.stage_modules.values():
+        stage.compile(backend="aot_eager")
+    loss = loss_fn(unsplit(ids, ids), target)
+    loss.backward()
+    torch.testing.assert_close(pipe.step(ids, ids, target=target).loss, loss.detach())
+    expected = dict(unsplit.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_dropout_between_modules_follows_their_mode(schedule: str, executor: str) -> None:
     def forward(m: Decoder, x: torch.Tensor) -> Any:

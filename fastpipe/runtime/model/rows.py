@@ -66,11 +66,11 @@ class Results:
 class _Keeping(TorchFunctionMode):
     """Keeps results of functions of torch."""
 
-    def __init__(self, wanted: Collection[Result]) -> None:
+    def __init__(self, wanted: Collection[Result], caller: CodeType) -> None:
         super().__init__()
         self.kept: dict[Source, torch.Tensor] = {}
         self._wanted = wanted
-        self._results = Results(RowStage._run_before.__code__)
+        self._results = Results(caller)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -222,6 +222,7 @@ class RowStage(WholeNames):
                 holder = holder.get_submodule(name)
             torch_private.share_buffers(holder, model.get_submodule(path))
 
+    @torch_private.never_compiled
     def _run_before(self, model: nn.Module, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The inputs of the first layer of the row."""
         self.follow_modes()
@@ -230,7 +231,8 @@ class RowStage(WholeNames):
         buffers = {i: self.get_buffer(name) for i, name in row.buffers.items()}
         versions = list(map(version_of, buffers.values()))
         results = [key for key in row.inputs if isinstance(key, Result)]
-        keeping = _Keeping(results) if results else None
+        frame = inspect.currentframe()
+        keeping = _Keeping(results, frame.f_code) if results and frame is not None else None
         try:
             with keeping or nullcontext():
                 model(*args, **kwargs)
