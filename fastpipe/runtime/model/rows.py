@@ -66,11 +66,11 @@ class Results:
 class _Keeping(TorchFunctionMode):
     """Keeps results of functions of torch."""
 
-    def __init__(self, wanted: Collection[Result], caller: CodeType) -> None:
+    def __init__(self, wanted: Collection[Result]) -> None:
         super().__init__()
         self.kept: dict[Source, torch.Tensor] = {}
         self._wanted = wanted
-        self._results = Results(caller)
+        self._results = Results(_called.__code__)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -134,6 +134,10 @@ def state_of(model: nn.Module, paths: Iterable[str]) -> dict[str, tuple[Any, int
                 sized = len(value) if isinstance(value, list | dict | set) else 0
                 found[_join(path, name)] = value, version_of(value) if isinstance(value, torch.Tensor) else sized
     return found
+
+
+def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    model(*args, **kwargs)
 
 
 class RowStage(WholeNames):
@@ -231,11 +235,10 @@ class RowStage(WholeNames):
         buffers = {i: self.get_buffer(name) for i, name in row.buffers.items()}
         versions = list(map(version_of, buffers.values()))
         results = [key for key in row.inputs if isinstance(key, Result)]
-        frame = inspect.currentframe()
-        keeping = _Keeping(results, frame.f_code) if results and frame is not None else None
+        keeping = _Keeping(results) if results else None
         try:
             with keeping or nullcontext():
-                model(*args, **kwargs)
+                _called(model, args, kwargs)
         except _Reached as reached:  # itself not kept: its traceback has this frame, and holds what the forward made
             call = reached.call
             found: dict[Source, Any] = {} if keeping is None else dict(keeping.kept)
