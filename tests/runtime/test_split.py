@@ -524,6 +524,20 @@ def test_large_parameters_that_are_sent_are_named(caplog: pytest.LogCaptureFixtu
     assert "functions after the first block use inner.tokens.weight, so" in caplog.text and "1 MB" in caplog.text
 
 
+def test_an_embedding_that_is_called_before_every_block(caplog: pytest.LogCaptureFixture) -> None:
+    class Placed(Decoder):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x, places = self.embed(ids, 0), torch.arange(ids.shape[1]) % VOCABULARY
+            for block in self.inner["blocks"]:
+                x = block(x + self.inner["tokens"](places))
+            return ending(self, x)
+
+    (ids, target), model = batch(), Placed()
+    pipe = fastpipe.Pipeline(fastpipe.split(model, ids[:2]), "zbv", 4, loss_fn, num_ranks=2)
+    assert "split: inner.tokens is called 5 times after the first block began; layer 0 does that" in caplog.text
+    assert fastpipe.check_parity(pipe, Placed(), (ids, target)).ok
+
+
 def test_functions_leave_the_hooks_of_modules_alone() -> None:
     """Those get the module's tensors, and no proxies; those of a module that no stage calls are refused."""
     model, seen = Wrong(FUNCTIONS["pooling"]), []

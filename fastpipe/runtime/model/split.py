@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -43,6 +44,7 @@ from fastpipe.runtime.model.rows import (
 )
 
 _MANY_BYTES = 1_000_000
+_MANY_CALLS = 3
 logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
 
@@ -170,6 +172,7 @@ def _row(
             continue
         _warn_of_largest(layers, [refusals[number] for number in sorted(refusals)])
         _warn_of_parameters(model, row)
+        _warn_of_calls(row)
         return layers
     raise refusals[min(refusals)]  # that of the most likely candidate says most
 
@@ -191,6 +194,18 @@ def _warn_of_parameters(model: nn.Module, row: Row) -> None:
             "microbatch; use a module instead, as an nn.Linear whose weight is that of an embedding"
         )
         logger.warning(text, " and ".join(sizes), sum(sizes.values()) / 1e6)
+
+
+def _warn_of_calls(row: Row) -> None:
+    """Name a module that layer 0 calls for many later layers, as a position embedding before every block."""
+    calls = Counter(node.args[1] for node in row.first.function.graph.nodes if node.target is operator.call)
+    for path, count in calls.items():
+        if count >= _MANY_CALLS:
+            text = (
+                "split: %s is called %d times after the first block began; layer 0 does that, and sends all results "
+                "with every microbatch: call it once, and use the result again"
+            )
+            logger.warning(text, path, count)
 
 
 def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
