@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 
 import fastpipe
+from fastpipe.runtime import native
 from fastpipe.runtime.model.hugging_face import SUPPORTED
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits, unequal
@@ -166,8 +167,9 @@ def test_compiled_blocks_and_stages(compiled: str, executor: str) -> None:
     expected = dict(unsplit.named_parameters())
     for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
-    waiting = sum(len(stage.deferred) for stage in pipe._steps.stages)
-    assert waiting == (1 if compiled == "blocks" else 0), "only the head, if it is not compiled with all, waits for W"
+    waiting = sum(len(stage.deferred or ()) for stage in pipe._steps.stages)
+    expected_waiting = 1 if compiled == "blocks" and native.load() is not None else 0
+    assert waiting == expected_waiting, "only the head, if it is not compiled with all, waits for W"
 
 
 def test_a_stage_has_its_own_modules_only() -> None:
