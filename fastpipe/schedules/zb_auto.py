@@ -7,6 +7,7 @@ Three yes-or-no choices give eight orders; the one with the shortest span is tak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -29,12 +30,14 @@ class Problem:
     Attributes:
         seconds: of F, I and W, each one per rank.
         limit: the activations that a rank may hold, one per rank.
+        freed_by_input: the part of an activation that I frees; W frees the rest.
     """
 
     num_microbatches: int
     seconds: tuple[Sequence[float], Sequence[float], Sequence[float]]
     comm: float
     limit: Sequence[float]
+    freed_by_input: float = 0.0
 
     @property
     def num_ranks(self) -> int:
@@ -77,8 +80,11 @@ class Attempt:
     def _count(self, kind: int, rank: int) -> int:
         return len(self.ends[kind][rank])
 
-    def _live(self, rank: int) -> int:
-        return self._count(F, rank) - self._count(W, rank)
+    def _excess(self, rank: int) -> float:
+        """What a further F would hold above the limit."""
+        freed = self.problem.freed_by_input
+        live = self._count(F, rank) - freed * self._count(I, rank) - (1 - freed) * self._count(W, rank)
+        return live + 1 - self.problem.limit[rank]
 
     def _arrival(self, kind: int, rank: int) -> float:
         """When the input of the rank's next F or I is there; before everything where nothing is waited for."""
@@ -140,7 +146,7 @@ class Attempt:
             wanted[rank] = wanted[rank] and wanted[rank + 1]
         for rank, wants in enumerate(wanted):
             if wants:
-                while self._live(rank) + 1 > self.problem.limit[rank]:
+                while self._excess(rank) > 0:
                     self._put(W, rank)
                 self._fill_wait(F, rank)
                 self._put(F, rank)
@@ -156,11 +162,11 @@ class Attempt:
         back = self.clock[after] + forward[after] + backward[after] + self.problem.comm
         if self.clock[rank] >= back:
             return False
-        excess = self._live(rank) + 1 - self.problem.limit[rank]
-        freed = 0.0
-        for _ in range(min(self._count(I, rank) - self._count(W, rank), max(0, -int(-excess // 1)))):
-            freed += weight[rank]
-        if self.clock[rank] + forward[rank] + freed <= back:
+        needed = max(0, math.ceil(self._excess(rank) / (1 - self.problem.freed_by_input)))
+        freeing = 0.0
+        for _ in range(min(self._count(I, rank) - self._count(W, rank), needed)):
+            freeing += weight[rank]
+        if self.clock[rank] + forward[rank] + freeing <= back:
             return True
         return back - self.clock[rank] > self.longest - self.bubble[rank]
 
@@ -200,6 +206,7 @@ def generate(
     backward_weight: PerRank,
     comm: float,
     memory_limit: PerRank | None,
+    freed_by_input: float,
 ) -> Schedule:
     """The best of the eight orders.
 
@@ -209,7 +216,7 @@ def generate(
     costs = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     seconds = [per_rank(name, value, num_ranks) for name, value in costs.items()]
     limit = per_rank("memory_limit", num_ranks if memory_limit is None else memory_limit, num_ranks)
-    problem = Problem(num_microbatches, (seconds[F], seconds[I], seconds[W]), float(comm), limit)
+    problem = Problem(num_microbatches, (seconds[F], seconds[I], seconds[W]), float(comm), limit, freed_by_input)
     columns = []
     for rank, order in enumerate(search(problem)):
         counts = [0, 0, 0]
@@ -233,10 +240,17 @@ _LIMIT = Option(
     _is_limit,
 )
 
+_FREED = Option(
+    0.0,
+    "part of an activation that I frees, from 0 to less than 1, for memory_limit; 0.5 gives the paper's ZB-2P, and "
+    "simulations count all of it until W",
+    lambda value: is_number(value) and 0 <= value < 1,
+)
+
 ZB_AUTO = Family(
     "zb_auto",
     "zero bubble searched for given costs within a limit of the activations held until W (ZB-1P: as many as ranks)",
     "any ranks and microbatches",
     generate,
-    COSTS | {"memory_limit": _LIMIT},
+    COSTS | {"memory_limit": _LIMIT, "freed_by_input": _FREED},
 )

@@ -435,8 +435,16 @@ class Translator(nn.Module):
         self.decoder = Reader(nn.TransformerDecoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True))
 
     def forward(self, source: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids)
-        return self.head(self.decoder(x, self.encoder(self.tokens(source))))
+        return self.head(self.decoder(self.tokens(ids) * 2, self.encoder(self.tokens(source))))
+
+
+class OneAfterTheOther(Translator):
+    """The shared embedding is called again after the encoder."""
+
+    def forward(self, source: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder(self.tokens(source))
+        padded = nn.functional.pad(ids, (1, 0), value=2)[:, :-1]
+        return self.head(self.decoder(self.tokens(padded), memory))
 
 
 class Transformer(Translator):
@@ -453,7 +461,7 @@ class Transformer(Translator):
 
 
 @pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 5), ("zbv", 2), ("dualpipev", 2)])
-@pytest.mark.parametrize("kind", [Translator, Transformer])
+@pytest.mark.parametrize("kind", [Translator, OneAfterTheOther, Transformer])
 def test_encoder_and_decoder(kind: type[Translator], schedule: str, num_ranks: int, executor: str) -> None:
     ids, target = batch()
     source = ids.flip(1)[:, :-2]
@@ -462,6 +470,24 @@ def test_encoder_and_decoder(kind: type[Translator], schedule: str, num_ranks: i
     pipe = fastpipe.Pipeline(layers, schedule, 4, loss_fn, num_ranks=num_ranks, executor=executor)
     parity = fastpipe.check_parity(pipe, kind(), ((source, ids), target))
     assert parity.ok, parity
+    parity = fastpipe.check_parity(pipe, kind(), ((source[:4, 1:], ids[:4]), target[:4]))
+    assert parity.ok, parity
+
+
+@pytest.mark.parametrize("kind", [OneAfterTheOther, Transformer])
+def test_compiled_stages(kind: type[Translator]) -> None:
+    """The forward up to the first block is not compiled, as the stage ends within it."""
+    (ids, target), unsplit = batch(), kind()
+    layers = fastpipe.split(kind(), ids[:2], ids[:2])
+    pipe = fastpipe.Pipeline(layers, "zbv", 4, loss_fn, num_ranks=2)
+    for stage in pipe.stage_modules.values():
+        stage.compile(backend="aot_eager")
+    loss = loss_fn(unsplit(ids, ids), target)
+    loss.backward()
+    torch.testing.assert_close(pipe.step(ids, ids, target=target).loss, loss.detach())
+    expected = dict(unsplit.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -496,6 +522,20 @@ def test_large_parameters_that_are_sent_are_named(caplog: pytest.LogCaptureFixtu
     model.head = nn.Linear(WIDTH, 20_000)
     fastpipe.split(model, batch()[0][:1])
     assert "functions after the first block use inner.tokens.weight, so" in caplog.text and "1 MB" in caplog.text
+
+
+def test_an_embedding_that_is_called_before_every_block(caplog: pytest.LogCaptureFixture) -> None:
+    class Placed(Decoder):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x, places = self.embed(ids, 0), torch.arange(ids.shape[1]) % VOCABULARY
+            for block in self.inner["blocks"]:
+                x = block(x + self.inner["tokens"](places))
+            return ending(self, x)
+
+    (ids, target), model = batch(), Placed()
+    pipe = fastpipe.Pipeline(fastpipe.split(model, ids[:2]), "zbv", 4, loss_fn, num_ranks=2)
+    assert "split: inner.tokens is called 5 times after the first block began; layer 0 does that" in caplog.text
+    assert fastpipe.check_parity(pipe, Placed(), (ids, target)).ok
 
 
 def test_functions_leave_the_hooks_of_modules_alone() -> None:

@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 
 import fastpipe
+from fastpipe.runtime import native
 from fastpipe.runtime.model.hugging_face import SUPPORTED
 from fastpipe.testing import reference_step
 from tests.runtime.checks import same_bits, unequal
@@ -166,8 +167,9 @@ def test_compiled_blocks_and_stages(compiled: str, executor: str) -> None:
     expected = dict(unsplit.named_parameters())
     for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
-    waiting = sum(len(stage.deferred) for stage in pipe._steps.stages)
-    assert waiting == (1 if compiled == "blocks" else 0), "only the head, if it is not compiled with all, waits for W"
+    waiting = sum(len(stage.deferred or ()) for stage in pipe._steps.stages)
+    expected_waiting = 1 if compiled == "blocks" and native.load() is not None else 0
+    assert waiting == expected_waiting, "only the head, if it is not compiled with all, waits for W"
 
 
 def test_a_stage_has_its_own_modules_only() -> None:
@@ -314,6 +316,7 @@ def test_what_has_other_parts_is_recorded(kind: str, executor: str) -> None:
     config.decoder_start_token_id = 1
     model = getattr(transformers, f"AutoModelFor{task}").from_config(config).train()
     ids, mask, labels = padded_batch(8)
+    mask[6:] = 1  # transformers leaves out a mask that masks nothing
     batch = {"input_ids": ids.clamp(min=2), "attention_mask": mask}
     if task == "Seq2SeqLM":
         batch["labels"] = labels

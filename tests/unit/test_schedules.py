@@ -154,6 +154,26 @@ def test_orders_that_were_compared_with_their_references(name, p, m, options, di
     assert hashlib.sha256(schedule.to_csv().encode()).hexdigest()[:16] == digest
 
 
+@pytest.mark.parametrize(
+    ("p", "m", "costs", "zb_1p", "zb_2p"),
+    [
+        (8, 24, (18.522, 18.086, 9.337, 0.601), 0.1585, 0.0433),
+        (8, 32, (18.522, 18.086, 9.337, 0.601), 0.1242, 0.0039),
+        (8, 64, (29.718, 29.444, 19.927, 0.527), 0.0554, 0.0012),
+        (16, 48, (11.347, 11.248, 8.132, 0.377), 0.1397, 0.0066),
+        (32, 96, (10.419, 10.207, 7.715, 0.408), 0.1421, 0.0038),
+    ],
+)
+def test_zb_auto_has_the_bubbles_of_the_paper(p, m, costs, zb_1p, zb_2p):
+    """Shares of the span in memory of p and 2p activations, from the tables of arXiv 2401.10241; or less than these."""
+    named = dict(zip(("forward", "backward_input", "backward_weight", "comm"), costs, strict=True))
+    for limit, published in ((p, zb_1p), (2 * p, zb_2p)):
+        options = {**named, "memory_limit": limit, "freed_by_input": 0.5}
+        schedule = make_schedule("zb_auto", num_ranks=p, num_microbatches=m, **options)
+        bubble = 1 - m * sum(costs[:3]) / fastpipe.simulate(schedule, fastpipe.CostModel(**named)).span
+        assert published - 0.003 < bubble < published + 0.00005
+
+
 def test_dualpipe_meets_in_the_middle():
     """The two middle ranks run the very first pair unfused; direction 0 starts at the rank's nearer end."""
     rows = orders("dualpipe", 4, 8)

@@ -97,6 +97,13 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def never_compiled(function: Callable[..., Any]) -> Any:
+    """Let torch.compile run a function, and what it calls, as they are; `torch.compiler.disable`, which imports the
+    compiler already here."""
+    disable = getattr(torch, "_disable_dynamo", None)
+    return function if disable is None else disable(function)
+
+
 def name_in_state(name: str) -> str:
     """A parameter's key in a state, without what torch's `checkpoint_wrapper` adds to its name."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
@@ -699,6 +706,7 @@ PRIVATE = (
     Private(nn.Module, "_non_persistent_buffers_set", "which of them its state leaves out", "split and traced models"),
     Private(nn.Module, "_forward_hooks _forward_pre_hooks _compiled_call_impl", "what a call does", "split models"),
     Private(nn.Module, "_backward_hooks _backward_pre_hooks", "hooks that no stage would call", "split models"),
+    Private("torch", "_disable_dynamo", "to stop a forward where a stage ends", "split models in compiled stages"),
     Private(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "_CHECKPOINT_PREFIX",

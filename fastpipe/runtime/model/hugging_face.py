@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -106,6 +108,25 @@ def is_hugging_face(model: nn.Module) -> bool:
 def no_cache(model: Any) -> dict[str, bool]:
     """The argument of a model's forward by which it keeps no cache of keys and values, if it has one."""
     return {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+
+
+@contextmanager
+def making_masks(example: Mapping[str, Any]) -> Iterator[None]:
+    """If masks of the example have padding, let transformers make masks without reading those, as under torch.compile.
+
+    Else it leaves out a mask that masks nothing, and a record of a forward would hold only if that is left out as here.
+    """
+    utilities: Any = sys.modules.get("transformers.masking_utils")
+    masks = [value for name, value in example.items() if name.endswith("mask") and isinstance(value, torch.Tensor)]
+    if all(mask.all() for mask in masks) or not hasattr(utilities, "is_tracing"):
+        yield
+        return
+    reads = utilities.is_tracing
+    utilities.is_tracing = lambda *_: True
+    try:
+        yield
+    finally:
+        utilities.is_tracing = reads
 
 
 class HuggingFaceLayers(Layers):

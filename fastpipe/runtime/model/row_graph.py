@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -32,9 +33,10 @@ from fastpipe.runtime.common import (
 from fastpipe.runtime.model.hugging_face import INSTEAD
 from fastpipe.runtime.model.rows import (
     TRAINING,
+    Results,
     Row,
     RowLayer,
-    Variable,
+    Source,
     check_same,
     holders_of,
     state_of,
@@ -137,15 +139,15 @@ class Tail(fx.Tracer):
         self._devices: list[torch.device] = []
         self._mode: list[bool] = []
 
-    def begin(self, args: Any, kwargs: Any, variables: Mapping[Variable, Any]) -> None:
-        """Take as inputs: parameters, and the tensors and numbers of the first block's arguments and of variables."""
+    def begin(self, args: Any, kwargs: Any, values: Mapping[Source, Any]) -> None:
+        """Take as inputs: parameters, and the tensors and numbers of the first block's arguments and of the forward."""
         leaves = pytree.tree_leaves((args, kwargs))
         self.given = without_tensors(pytree.tree_map_only(Number, lambda _: int, (args, kwargs)))
         self.buffers = {i: self._names[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in self._names}
         self.is_recording = True
         self._devices = list(dict.fromkeys(tensor.device for tensor in tensor_leaves(leaves)))
         self.follow_mode()
-        for key, value in (*self._model.named_parameters(), *enumerate(leaves), *variables.items()):
+        for key, value in (*self._model.named_parameters(), *enumerate(leaves), *values.items()):
             if isinstance(value, torch.Tensor | Number) and not self.knows(value):
                 node = self.graph.placeholder("input")
                 node.meta["key"] = key
@@ -167,7 +169,7 @@ class Tail(fx.Tracer):
         found = self.number_of(value)
         args = (*others, number) if is_reversed else (number, *others)
         if any(map(self.knows, args)):
-            self.hold(self.add(function, args, {}), found, all(map(self._is_given, args)))
+            self.hold(self.add(function, args, {}), found, all(map(self.is_given, args)))
         return found
 
     def number_of(self, value: int) -> Number:
@@ -199,9 +201,17 @@ class Tail(fx.Tracer):
             return self.graph.call_method(function.__name__, args, kwargs)
         return self.graph.call_function(function, args, kwargs)
 
-    def call(self, path: str, args: Any, kwargs: Any) -> None:
-        """Add the call of a module."""
-        self.calls.append(self.graph.call_module(path, self.create_arg(args), self.create_arg(kwargs)))
+    def call(self, path: str, args: Any, kwargs: Any, *, is_early: bool) -> fx.Node:
+        """Add the call of a module, which begins a layer unless it ``is_early``: then layer 0 does it."""
+        node = self.graph.call_module(path, self.create_arg(args), self.create_arg(kwargs))
+        node.meta["is_early"] = is_early
+        self.calls += [] if is_early else [node]
+        return node
+
+    def is_given(self, value: Any) -> bool:
+        """Whether a value depends on inputs, sizes and constants only; not on modules, weights or random numbers."""
+        node = self._nodes.get(id(value)) if isinstance(value, torch.Tensor | Number) else None
+        return node is None or node.meta["is_given"]
 
     def check(self, node: fx.Node, value: Any) -> None:
         """Let a step refuse another value than this one, on which the forward may decide."""
@@ -235,8 +245,8 @@ class Tail(fx.Tracer):
             node.meta["version"] = self._versions[id(a)]
             return node
         raise UntraceableError(
-            "it uses a tensor that was in no variable at the first block, and is no parameter or buffer: assign it to "
-            "a variable"
+            "it uses a tensor that was in no variable at the first block, of no function of torch, and is no parameter "
+            "or buffer: assign it to a variable"
         )
 
     def of_function(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -244,7 +254,7 @@ class Tail(fx.Tracer):
         leaves: list[Any] = []
         map_aggregate((args, kwargs), leaves.append)
         is_known = any(map(self.knows, leaves))
-        is_given = self.is_recording and all(map(self._is_given, leaves))
+        is_given = self.is_recording and all(map(self.is_given, leaves))
         if is_known and func in _READS and not is_given:
             raise UntraceableError("it reads the value of a tensor")
         states = self._random_states() if is_given else []
@@ -259,11 +269,6 @@ class Tail(fx.Tracer):
             is_given |= isinstance(value, Number | torch.Size)
             value = self._record(func, args, kwargs, value, is_given)
         return value
-
-    def _is_given(self, value: Any) -> bool:
-        """Whether a value depends on inputs, sizes and constants only; not on modules, weights or random numbers."""
-        node = self._nodes.get(id(value)) if isinstance(value, torch.Tensor | Number) else None
-        return node is None or node.meta["is_given"]
 
     def _random_states(self) -> list[torch.Tensor]:
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda_devices([self._model]))]
@@ -308,8 +313,9 @@ class Tail(fx.Tracer):
             if not node.users and node.target in (operator.getitem, getattr):
                 self.graph.erase_node(node)
         self._check_unwritten()
-        inputs = [self._key(node) for node in _alive(_numbers(self.graph), 1)]
-        return Row(_cut(self.graph), early, inputs, self.given, self.buffers, defaults)
+        first, *layers = _cut(self.graph)
+        inputs = [self._key(node) for node in self.graph.nodes if node.op == "placeholder" and node.users]
+        return Row(first, layers, early, inputs, self.given, self.buffers, defaults)
 
     def _check_unwritten(self) -> None:
         """Refuse changes in place, also by modules, of parameters and buffers, of which stages have copies."""
@@ -324,9 +330,9 @@ class Tail(fx.Tracer):
             if name is not None and value.numel() and version_of(value) > node.meta["version"]:
                 raise UntraceableError(f"it changes {name} in place")
 
-    def _key(self, node: fx.Node) -> int | str | Variable:
+    def _key(self, node: fx.Node) -> Source:
         """An input; a parameter is one under a name that the first stage has."""
-        key: int | str | Variable = node.meta["key"]
+        key: Source = node.meta["key"]
         if not isinstance(key, str):
             return key
         layers = tuple(f"{call.target}." for call in self.calls)
@@ -414,7 +420,7 @@ def row_of_modules(
     """The layers of a model from its first block on.
 
     Anything may precede the first block. From there on, modules and functions of torch take what they return, tensors
-    in variables of the forward when the first block begins, parameters, buffers, sizes, numbers, text and None.
+    that the forward has when the first block begins, parameters, buffers, sizes, numbers, text and None.
 
     Args:
         others: further blocks that are layers, each by itself.
@@ -483,13 +489,18 @@ def _check_gradients(recording: _Recording, model: nn.Module, args: Sequence[Any
 
 
 def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The layer, from 1, to which each node belongs; 0 for inputs. Of sizes the first one that can compute them."""
+    """The layer to which each node belongs: 0 for inputs and early calls. Of sizes the first that can compute them."""
     number = 0
+    early: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in early or node.meta.get("is_early"):
+            early |= {node, *node.all_input_nodes}
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        number += node.op == "call_module"
-        found[node] = number
-        if node.op in ("call_function", "call_method") and isinstance(node.meta.get("value"), Number | torch.Size):
+        number += node.op == "call_module" and node not in early
+        found[node] = 0 if node in early else number
+        is_size = node.op != "placeholder" and isinstance(node.meta.get("value"), Number | torch.Size)
+        if is_size and node not in early:
             found[node] = max(1, *map(found.__getitem__, node.all_input_nodes))
     return found
 
@@ -513,22 +524,24 @@ def _check_unshared(alive: Sequence[fx.Node]) -> None:
 
 
 def _cut(graph: fx.Graph) -> list[RowLayer]:
-    """A layer for each call of a module."""
+    """What layer 0 does after the model's forward, and a layer for each call of a module."""
     numbers = _numbers(graph)
     layers = []
-    for layer in range(1, max(numbers.values()) + 1):
-        arriving, leaving = _alive(numbers, layer), _alive(numbers, layer + 1)
-        _check_unshared(leaving)
-        own = [node for node, number in numbers.items() if number == layer and node.op != "get_attr"]
+    for layer in range(max(numbers.values()) + 1):
+        inputs = [node for node in numbers if node.op == "placeholder" and node.users]
+        arriving, leaving = _alive(numbers, layer) if layer else inputs, _alive(numbers, layer + 1)
+        if layer:
+            _check_unshared(leaving)
+        own = [n for n, number in numbers.items() if number == layer and n.op not in ("get_attr", "placeholder")]
         buffers = list(dict.fromkeys(arg for node in own for arg in node.all_input_nodes if arg.op == "get_attr"))
-        made = fx.Graph()
+        made, path = fx.Graph(), ""
         run = made.placeholder("run")
         copies = {node: made.placeholder(node.name) for node in (*arriving, *buffers)}
         for node in own:
             args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
             if node.op == "call_module":
                 path = str(node.target)
-                copies[node] = made.call_function(operator.call, (run, *args), kwargs)
+                copies[node] = made.call_function(operator.call, (run, *([] if layer else [path]), *args), kwargs)
             elif node.op != "output":
                 copies[node] = made.create_node(node.op, node.target, args, kwargs)
             else:
@@ -546,15 +559,17 @@ class Call:
 
     Attributes:
         has_grad: whether gradients were on at the call.
+        node: if it is recorded.
     """
 
     path: str
     args: tuple[Any, ...]
     output: Any = None
     has_grad: bool = True
+    node: fx.Node | None = None
 
 
-def _variables() -> dict[Variable, torch.Tensor | int]:
+def _variables() -> dict[Source, torch.Tensor | int]:
     """The `variables_in` the forward that a `_Recording` runs."""
     frames, frame = [], inspect.currentframe()
     while frame is not None and frame.f_code is not _Recording.run.__code__:
@@ -587,6 +602,9 @@ class _Recording(TorchFunctionMode):
         self._model, self._blocks, self._keeps_graph = model, blocks, keeps_graph
         self._entered = holders_of(row[0] for row in (blocks, *others)) | _later_rows(model, blocks)
         self._open: list[Call] = []
+        # before the first block, by id; most are gone when it begins
+        self._made: dict[int, tuple[Source, weakref.ref[torch.Tensor]]] = {}
+        self._results = Results(_Recording.run.__code__)
         self._state: dict[str, tuple[Any, int]] = {}
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -628,28 +646,54 @@ class _Recording(TorchFunctionMode):
         if len(self._open) == 1 and (self.calls or path in self._blocks):
             if not self.calls:
                 self._state = state_of(self._model, self._entered)
-                self.tail.begin(args, kwargs, _variables())
-            self.tail.call(path, args, kwargs)
-            self.calls.append(call)
+                self.tail.begin(args, kwargs, {**_variables(), **self._results_before()})
+            is_early = self._is_early(path, args, kwargs)
+            call.node = self.tail.call(path, args, kwargs, is_early=is_early)
+            self.calls += [] if is_early else [call]
         elif not self.calls:
             self._before.add(path)
         return _plain(args), _plain(kwargs)
 
+    def _is_early(self, path: str, args: Any, kwargs: Any) -> bool:
+        """Whether layer 0, which has called the module already, can do that again: of weights that would be in two."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        has_weights = any(True for _ in tensors_of(self._model.get_submodule(path)))
+        return path in self._before and has_weights and all(map(self.tail.is_given, leaves))
+
+    def _results_before(self) -> dict[Source, torch.Tensor]:
+        """What functions of torch made before the first block, and the forward holds, if only in a nested call."""
+        found = ((source, reference()) for source, reference in self._made.values())
+        return {source: tensor for source, tensor in found if tensor is not None}
+
+    def _note(self, source: Source, tensor: torch.Tensor) -> None:
+        self._made[id(tensor)] = source, weakref.ref(tensor)
+
+    def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = tensor.detach()
+        source, reference = self._made.get(id(tensor), (0, None))
+        if reference is not None and reference() is tensor:
+            self._note(source, found)
+        return found
+
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
         if len(self._open) == 1:
             if not self._keeps_graph:
-                output = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+                output = pytree.tree_map_only(torch.Tensor, self._detached, output)
             self._open[0].output = output
-            if self.calls:
+            if self._open[0].node is not None:
                 self.tail.follow_mode()
-                self.tail.hold(self.tail.calls[-1], output, False)
+                self.tail.hold(self._open[0].node, output, False)
         self._open.pop()
         return output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, and record it if the forward does that between modules."""
         kwargs = kwargs or {}
-        return func(*args, **kwargs) if self._open else self.tail.of_function(func, args, kwargs)
+        value = func(*args, **kwargs) if self._open else self.tail.of_function(func, args, kwargs)
+        if not self.calls:
+            for result, tensor in self._results.of(value):
+                self._note(result, tensor)
+        return value
 
 
 _INTEGERS = torch.Tensor.__len__, torch.Tensor.__int__, torch.Tensor.__index__

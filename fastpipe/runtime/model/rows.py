@@ -7,19 +7,78 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from fastpipe.runtime.common import children_of, pytree, tensor_leaves, torch_private, version_of
 from fastpipe.runtime.model.chain import FULL, LAYERS, WholeNames, accepted_names, attributes_of, recomputed, shallow
 
 Variable = tuple[int, str, str]
 """A tensor or an integer in a variable of a forward: the frame, from 0 for the innermost, the name, the path within."""
+
+
+class Result(NamedTuple):
+    """A tensor that a function of torch returned.
+
+    Attributes:
+        calls: the code and the instruction of each call that led to it, but for torch's, the innermost first.
+        number: how many functions these had called before.
+        leaf: its number among the tensors that the function returned.
+    """
+
+    calls: tuple[tuple[CodeType, int], ...]
+    number: int
+    leaf: int
+
+
+Source = int | str | Variable | Result
+"""Where an input of a row is from: a leaf of the first block's arguments, a parameter, or a value of the forward."""
+
+
+class Results:
+    """Numbers what functions of torch return while the forward called by ``caller`` runs."""
+
+    def __init__(self, caller: CodeType) -> None:
+        self._caller = caller
+        self._counts: Counter[tuple[tuple[CodeType, int], ...]] = Counter()
+
+    def of(self, value: Any) -> Iterator[tuple[Result, torch.Tensor]]:
+        """The tensors that a function just returned."""
+        calls, frame = [], inspect.currentframe()
+        while frame is not None and frame.f_code is not self._caller:
+            if frame.f_globals["__name__"].partition(".")[0] not in ("torch", "fastpipe"):
+                calls.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        key = tuple(calls)
+        self._counts[key] += 1
+        for leaf, tensor in enumerate(tensor_leaves(value)):
+            yield Result(key, self._counts[key], leaf), tensor
+
+
+class _Keeping(TorchFunctionMode):
+    """Keeps results of functions of torch."""
+
+    def __init__(self, wanted: Collection[Result]) -> None:
+        super().__init__()
+        self.kept: dict[Source, torch.Tensor] = {}
+        self._wanted = wanted
+        self._results = Results(_called.__code__)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the function."""
+        value = func(*args, **(kwargs or {}))
+        self.kept |= {result: tensor for result, tensor in self._results.of(value) if result in self._wanted}
+        return value
 
 
 TRAINING = "training"
@@ -46,18 +105,20 @@ class Row(NamedTuple):
     """A model from its first block on.
 
     Attributes:
+        first: what layer 0 does after the model's forward: it gives the inputs to the next layer, and calls modules
+            with weights again that it has called; ``function`` calls them by name.
         layers: in order. A module without parameters and buffers may be in several, and precede the first.
         early: modules of layers that precede the first, too.
-        inputs: of the first layer: numbers of leaves of the first block's arguments, variables of the forward, and
-            names of parameters that later functions use.
+        inputs: of ``first``.
         given: the first block's arguments `without_tensors`; `int` for an integer that inputs have.
         buffers: the names of those among their leaves, by number.
         defaults: keyword arguments of the model that a step need not have.
     """
 
+    first: RowLayer
     layers: Sequence[RowLayer]
     early: Collection[str]
-    inputs: Sequence[int | str | Variable]
+    inputs: Sequence[Source]
     given: Any
     buffers: Mapping[int, str]
     defaults: Mapping[str, Any]
@@ -73,6 +134,10 @@ def state_of(model: nn.Module, paths: Iterable[str]) -> dict[str, tuple[Any, int
                 sized = len(value) if isinstance(value, list | dict | set) else 0
                 found[_join(path, name)] = value, version_of(value) if isinstance(value, torch.Tensor) else sized
     return found
+
+
+def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    model(*args, **kwargs)
 
 
 class RowStage(WholeNames):
@@ -114,7 +179,8 @@ class RowStage(WholeNames):
             self.stand_for(model, copied)
             self._signature = inspect.signature(model.forward)
         self._fixed, self._constants = fixed, constants
-        self._share_buffers(model, {buffer for layer in own for buffer in layer.buffers if buffer != TRAINING})
+        taken = {buffer for layer in ([row.first] * begins + own) for buffer in layer.buffers}
+        self._share_buffers(model, taken - {TRAINING})
         self._share_buffers(model, row.buffers.values() if begins else ())
         self._names = accepted_names(model) if begins else frozenset()
         self._recomputes = False
@@ -133,16 +199,22 @@ class RowStage(WholeNames):
         values: Any = args
         for model, row in self._before:
             values = self._run_before(model, row, args, {**row.defaults, **kwargs})
+            values = self._run(row.first, self._call, values, self)
         for module, layer in self._own:
-            # another stage may have moved the model's buffer
-            buffers = [
-                module.training if name == TRAINING else self.get_buffer(name).to(_device_of(values))
-                for name in layer.buffers
-            ]
-            run = partial(_recomputed, module) if self._recomputes else module
-            values = layer.function.forward(run, *values, *buffers)
+            values = self._run(layer, partial(_recomputed, module) if self._recomputes else module, values, module)
         is_tensor = not self._ends and len(values) == 1 and isinstance(values[0], torch.Tensor)
         return values[0] if is_tensor else values
+
+    def _run(self, layer: RowLayer, call: Callable[..., Any], values: Sequence[Any], module: nn.Module) -> Any:
+        # another stage may have moved the model's buffer
+        buffers = [
+            module.training if name == TRAINING else self.get_buffer(name).to(_device_of(values))
+            for name in layer.buffers
+        ]
+        return layer.function.forward(call, *values, *buffers)
+
+    def _call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        return self.get_submodule(path)(*args, **kwargs)
 
     def _share_buffers(self, model: nn.Module, buffers: Iterable[str]) -> None:
         """Hold buffers that modules get, under the model's names: they are loaded and saved with this stage."""
@@ -154,6 +226,7 @@ class RowStage(WholeNames):
                 holder = holder.get_submodule(name)
             torch_private.share_buffers(holder, model.get_submodule(path))
 
+    @torch_private.never_compiled
     def _run_before(self, model: nn.Module, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The inputs of the first layer of the row."""
         self.follow_modes()
@@ -161,17 +234,21 @@ class RowStage(WholeNames):
         self._check_unchanged(arguments)
         buffers = {i: self.get_buffer(name) for i, name in row.buffers.items()}
         versions = list(map(version_of, buffers.values()))
+        results = [key for key in row.inputs if isinstance(key, Result)]
+        keeping = _Keeping(results) if results else None
         try:
-            model(*args, **kwargs)
+            with keeping or nullcontext():
+                _called(model, args, kwargs)
         except _Reached as reached:  # itself not kept: its traceback has this frame, and holds what the forward made
             call = reached.call
-            needed = any(isinstance(key, tuple) for key in row.inputs)
-            variables = variables_in(_frames_of(reached)) if needed else {}
+            found: dict[Source, Any] = {} if keeping is None else dict(keeping.kept)
+            if any(isinstance(key, tuple) and not isinstance(key, Result) for key in row.inputs):
+                found |= variables_in(_frames_of(reached))
         else:
             raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
         leaves = pytree.tree_leaves(call)
         same = _is_like(call, row.given) and all(leaves[i] is buffer for i, buffer in buffers.items())
-        inputs = [self._input(key, leaves, variables) for key in row.inputs] if same else []
+        inputs = [self._input(key, leaves, found) for key in row.inputs] if same else []
         if not same or any(
             value is None and not isinstance(key, int) for key, value in zip(row.inputs, inputs, strict=False)
         ):
@@ -186,12 +263,12 @@ class RowStage(WholeNames):
             )
         return tuple(inputs)
 
-    def _input(self, key: int | str | Variable, leaves: Sequence[Any], variables: Mapping[Variable, Any]) -> Any:
+    def _input(self, key: Source, leaves: Sequence[Any], found: Mapping[Source, Any]) -> Any:
         """One of a row's inputs."""
         if isinstance(key, int):
             return leaves[key]
         # a copy of a parameter: fully_shard frees its memory after the forward
-        return self.get_parameter(key).clone() if isinstance(key, str) else variables.get(key)
+        return self.get_parameter(key).clone() if isinstance(key, str) else found.get(key)
 
     def _check_unchanged(self, arguments: Mapping[str, Any]) -> None:
         """Refuse values that other stages do not follow: of arguments, and of attributes changed since the split."""
@@ -310,13 +387,13 @@ def _frames_of(reached: _Reached) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(reached.__traceback__)][:0:-1]
 
 
-def variables_in(frames: Iterable[FrameType]) -> dict[Variable, torch.Tensor | int]:
+def variables_in(frames: Iterable[FrameType]) -> dict[Source, torch.Tensor | int]:
     """The tensors, but for parameters, and the integers in the variables of forwards.
 
     Args:
         frames: of calls that lead to a module of the row, the innermost first.
     """
-    found = {}
+    found: dict[Source, torch.Tensor | int] = {}
     ours = {nn.Module.__module__, __name__}
     for number, frame in enumerate(frame for frame in frames if frame.f_globals["__name__"] not in ours):
         for name, value in frame.f_locals.items():

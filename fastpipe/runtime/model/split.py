@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -30,7 +31,7 @@ from fastpipe.runtime.model.chain import (
     selected,
 )
 from fastpipe.runtime.model.cuts import restored
-from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, is_hugging_face, no_cache
+from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, is_hugging_face, making_masks, no_cache
 from fastpipe.runtime.model.row_graph import holder_of, row_of_modules, rows_of_modules
 from fastpipe.runtime.model.rows import (
     OtherInputsError,
@@ -43,6 +44,7 @@ from fastpipe.runtime.model.rows import (
 )
 
 _MANY_BYTES = 1_000_000
+_MANY_CALLS = 3
 logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
 
@@ -67,10 +69,10 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
             * Another module, with an example: the part of its forward before the first block, every block, and every
               later module. Blocks are the members of an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential``; of
               a model without these, its modules. From the first block on, modules, and functions of torch between
-              them, must use only each other's results, tensors in variables when the first block begins, parameters
-              and buffers of the model, sizes, and constants. Running the example, some twenty times, checks this, and
-              compares the layers with the model: in training and evaluation, under autocast, and with other sizes and
-              numbers.
+              them, must use only each other's results, tensors that the forward has when the first block begins,
+              parameters and buffers of the model, sizes, and constants. Running the example, some twenty times, checks
+              this, and compares the layers with the model: in training and evaluation, under autocast, and with other
+              sizes and numbers.
         example: one microbatch, as the model takes it; required for the last kind.
         kwargs: keyword arguments of the example. Of the last kind a step must have the same ones, with the same
             values where these are no tensors and the comparison finds that layers would not follow them.
@@ -135,7 +137,8 @@ def _of_hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any
         if not example and not kwargs:
             raise
         try:
-            return _row(model, example, {**no_cache(model), **kwargs}, no_cache(model))
+            with making_masks(kwargs):
+                return _row(model, example, {**no_cache(model), **kwargs}, no_cache(model))
         except Exception as other:  # also the model's, of an example that it does not take
             raise ValueError(f"{error}. Its forward was recorded, too, and that failed: {first_line(other)}") from other
 
@@ -169,6 +172,7 @@ def _row(
             continue
         _warn_of_largest(layers, [refusals[number] for number in sorted(refusals)])
         _warn_of_parameters(model, row)
+        _warn_of_calls(row)
         return layers
     raise refusals[min(refusals)]  # that of the most likely candidate says most
 
@@ -190,6 +194,18 @@ def _warn_of_parameters(model: nn.Module, row: Row) -> None:
             "microbatch; use a module instead, as an nn.Linear whose weight is that of an embedding"
         )
         logger.warning(text, " and ".join(sizes), sum(sizes.values()) / 1e6)
+
+
+def _warn_of_calls(row: Row) -> None:
+    """Name a module that layer 0 calls for many later layers, as a position embedding before every block."""
+    calls = Counter(node.args[1] for node in row.first.function.graph.nodes if node.target is operator.call)
+    for path, count in calls.items():
+        if count >= _MANY_CALLS:
+            text = (
+                "split: %s is called %d times after the first block began; layer 0 does that, and sends all results "
+                "with every microbatch: call it once, and use the result again"
+            )
+            logger.warning(text, path, count)
 
 
 def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
