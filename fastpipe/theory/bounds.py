@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastpipe.cost import CostModel, check_links
-from fastpipe.placement import Placement, is_whole
+from fastpipe.placement import Placement, check_counts, is_whole
 from fastpipe.schedule import Schedule
 from fastpipe.theory.chains import Actions, Chains, RankView, rank_views
 
@@ -250,8 +250,7 @@ def _shortest_hop(cost: CostModel, p: int) -> float:
 
 
 def _microbatches(count: int | None) -> int:
-    if not is_whole(count, least=1):
-        raise ValueError(f"num_microbatches = {count!r}: give a whole number of at least 1")
+    check_counts(num_microbatches=count)
     return int(count)  # type: ignore[arg-type]
 
 

@@ -20,7 +20,7 @@ from numbers import Real
 from sys import float_info
 from typing import Any
 
-from fastpipe.placement import is_whole
+from fastpipe.placement import check_counts, is_whole
 from fastpipe.theory.closed_forms import BUBBLES, PEAKS, Case, Formula, mean_busy
 
 MEASURES = ("makespan", "span")
@@ -358,8 +358,7 @@ def _check_numbers(**numbers: Any) -> None:
     """Refuse, by name, what is no count where one is meant, and what is no finite number of at least 0 elsewhere."""
     for what, number in numbers.items():
         if what in _COUNTS:
-            if not is_whole(number, least=1):
-                raise ValueError(f"{what} = {number!r}: give a whole number of at least 1")
+            check_counts(**{what: number})
         elif not _is_finite(number) or number < 0:
             raise ValueError(f"{what} = {number!r}: {_OTHERS.get(what, 'costs are finite numbers of at least 0')}")
 
