@@ -99,11 +99,6 @@ def is_count(value: Any) -> bool:
     return is_whole(value, least=1)
 
 
-def is_bool(value: Any) -> bool:
-    """Whether it is True or False."""
-    return isinstance(value, bool)
-
-
 PerRank = float | Sequence[float]
 
 
