@@ -11,9 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from fastpipe.program import Columns, Instruction, Op, Program, RankProgram
+from fastpipe.program import Columns, Instruction, Op, Program, RankProgram, columns_of
 
 _USES = (Op.F, Op.B, Op.I, Op.OVERLAP_F_B)
 _BEFORE = (Op.POST_RECV, Op.WAIT_RECV, Op.WAIT_SEND)
@@ -45,12 +43,9 @@ def _completed(program: RankProgram, reshards: bool) -> Columns:
         added[position].append(Instruction(Op.REDUCE_GRAD, stage))
     for position, stage in _missing_reshards(instructions) if reshards else ():
         added[position].append(Instruction(Op.RESHARD, stage))
-    completed = [
-        it for position in range(len(instructions) + 1) for it in (*added[position], *instructions[position:][:1])
-    ]
-    columns = np.ascontiguousarray(np.array(completed, dtype=np.int32).reshape(-1, len(Instruction._fields)).T)
-    columns.setflags(write=False)
-    return columns
+    return columns_of(
+        [it for position in range(len(instructions) + 1) for it in (*added[position], *instructions[position:][:1])]
+    )
 
 
 def _stages_used(it: Instruction) -> tuple[int, ...]:

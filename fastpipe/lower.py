@@ -15,12 +15,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from fastpipe import native_plan
 from fastpipe.action import NONE, STAGE_ONLY_KINDS, Action, ActionKind
 from fastpipe.dependencies import feeds
-from fastpipe.program import Channel, ChannelKind, Columns, Instruction, Op, Program
+from fastpipe.program import Channel, ChannelKind, Columns, Instruction, Op, Program, columns_of
 from fastpipe.schedule import Schedule
 
 ALL = "all"
@@ -105,15 +103,8 @@ def _lower(schedule: Schedule, ahead: int | None = None) -> Program:
     columns = []
     for rank, order in enumerate(orders):
         emitter = _RankEmitter(rank, channels, flow, posts[rank], waits[rank], last_use[rank])
-        columns.append(_encode(emitter.emit(order)))
+        columns.append(columns_of(emitter.emit(order)))
     return _program(schedule, channels, columns)
-
-
-def _encode(instructions: Sequence[Instruction]) -> Columns:
-    rows = np.array(instructions, dtype=np.int32).reshape(-1, len(Instruction._fields))
-    columns = np.ascontiguousarray(rows.T)
-    columns.setflags(write=False)
-    return columns
 
 
 def _flow(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> _Flow:

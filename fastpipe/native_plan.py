@@ -124,8 +124,8 @@ def _library_for(orders: Schedule | Program) -> ctypes.CDLL | None:
 class _View:
     """Orders as the library reads them; keeps the arrays alive."""
 
-    def __init__(self, orders: Schedule | Program, channels: Sequence[tuple[int, int, int]] = ()) -> None:
-        placement = orders.placement
+    def __init__(self, orders: Schedule | Program) -> None:
+        placement, channels = orders.placement, orders.channels if isinstance(orders, Program) else ()
         self.columns = [np.ascontiguousarray(columns, dtype=np.int32) for columns in orders.columns]
         self.routes = np.array(placement.routes, dtype=np.int32)
         self.channels = np.array(channels, dtype=np.int32).reshape(-1, 3)
@@ -159,12 +159,12 @@ def is_valid_schedule(schedule: Schedule) -> bool:
     return bool(found.fastpipe_plan_validate_schedule(view.address))
 
 
-def is_valid_program(program: Program, channels: Sequence[tuple[int, int, int]], lanes: Sequence[int]) -> bool:
+def is_valid_program(program: Program, lanes: Sequence[int]) -> bool:
     """Whether it was proved; False also when that is left to the Python code."""
     found = _library_for(program)
     if found is None:
         return False
-    view, lane_of = _View(program, channels), np.array(lanes, dtype=np.int32)
+    view, lane_of = _View(program), np.array(lanes, dtype=np.int32)
     return bool(found.fastpipe_plan_validate_program(view.address, lane_of.ctypes.data))
 
 
@@ -204,16 +204,14 @@ def _read_lowered(
     return [(a, b, kind) for a, b, kind in channels.tolist()], written
 
 
-def simulate(
-    program: Program, channels: Sequence[tuple[int, int, int]], lanes: Sequence[int], cost: CostModel
-) -> tuple[list[Floats], list[Floats]] | None:
+def simulate(program: Program, lanes: Sequence[int], cost: CostModel) -> tuple[list[Floats], list[Floats]] | None:
     """Starts and ends of every rank's instructions; None where the program does not come to its end."""
     found = _library_for(program)
     if found is None:
         return None
-    view, lane_of = _View(program, channels), np.array(lanes, dtype=np.int32)
+    view, lane_of = _View(program), np.array(lanes, dtype=np.int32)
     starts, ends = ([np.empty(count) for count in view.counts.tolist()] for _ in range(2))
-    seconds = _Seconds(cost, program.placement.num_stages, channels)
+    seconds = _Seconds(cost, program)
     pointers = _pointers(starts), _pointers(ends)
     done = found.fastpipe_plan_simulate(
         view.address, lane_of.ctypes.data, seconds.address, *(array.ctypes.data for array in pointers)
@@ -224,14 +222,14 @@ def simulate(
 class _Seconds:
     """Costs as the library reads them; keeps the arrays alive."""
 
-    def __init__(self, cost: CostModel, num_stages: int, channels: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, cost: CostModel, program: Program) -> None:
         fused = cost.overlapped is not None
         names = ["forward", "backward", "backward_input", "backward_weight", "overlapped" if fused else "forward"]
-        links = [cost.link(source, destination) for source, destination, _ in channels]
+        links = [cost.link(source, destination) for source, destination, _ in program.channels]
         self.arrays = [
-            *(cost.per_stage(name, num_stages) for name in names),
+            *(cost.per_stage(name, program.num_stages) for name in names),
             *(np.array([link[i] for link in links], dtype=np.float64) for i in range(2)),
-            cost.per_stage("activation_bytes", num_stages),
+            cost.per_stage("activation_bytes", program.num_stages),
         ]
         data = [array.ctypes.data for array in self.arrays]
         self.struct = _Costs(*data[:5], fused, *data[5:])

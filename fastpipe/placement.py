@@ -17,7 +17,8 @@ def is_whole(value: Any, least: int = 0) -> bool:
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
-def _check_counts(**counts: Any) -> None:
+def check_counts(**counts: Any) -> None:
+    """Refuse, by name, what is no whole number of at least 1."""
     for name, value in counts.items():
         if not is_whole(value, least=1):
             raise ValueError(f"{name} = {value!r}: give a whole number of at least 1")
@@ -38,7 +39,7 @@ class Placement:
     name: str = "custom"
 
     def __post_init__(self) -> None:
-        _check_counts(num_ranks=self.num_ranks)
+        check_counts(num_ranks=self.num_ranks)
         try:
             routes = tuple(map(tuple, self.routes))
         except TypeError:
@@ -62,14 +63,14 @@ class Placement:
     @classmethod
     def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> Placement:
         """Stage s on rank s mod p."""
-        _check_counts(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+        check_counts(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
         ranks = tuple(s % num_ranks for s in range(num_ranks * stages_per_rank))
         return cls(num_ranks, (ranks,), "loop")
 
     @classmethod
     def wave(cls, num_ranks: int, stages_per_rank: int) -> Placement:
         """Zig-zag: down the ranks, up again, and so on; ``stages_per_rank = 2`` is the V."""
-        _check_counts(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+        check_counts(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
         down = list(range(num_ranks))
         ranks = [r for segment in range(stages_per_rank) for r in (down if segment % 2 == 0 else down[::-1])]
         return cls(num_ranks, (tuple(ranks),), "V" if stages_per_rank == 2 else "wave")
@@ -82,7 +83,7 @@ class Placement:
     @classmethod
     def bidirectional(cls, num_ranks: int) -> Placement:
         """Route 0 runs stage s on rank s, route 1 on rank p-1-s: every rank holds two stages."""
-        _check_counts(num_ranks=num_ranks)
+        check_counts(num_ranks=num_ranks)
         forward = tuple(range(num_ranks))
         return cls(num_ranks, (forward, forward[::-1]), "bidirectional")
 

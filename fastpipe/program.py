@@ -124,6 +124,13 @@ FIELDS = Instruction._fields
 _OPS = tuple(Op)
 
 
+def columns_of(rows: Sequence[Sequence[int]]) -> Columns:
+    """Instructions, or their numbers, as columns that nobody can write to."""
+    columns = np.ascontiguousarray(np.array(rows, dtype=np.int32).reshape(-1, len(FIELDS)).T)
+    columns.setflags(write=False)
+    return columns
+
+
 class RankProgram(Sequence[Instruction]):
     """What one rank executes.
 
@@ -438,9 +445,7 @@ def _columns(name: str, rows: Sequence[Any]) -> npt.NDArray[np.int32]:
     for position, row in enumerate(rows):
         if not _is_list(row, _is_whole) or len(row) != 7:
             raise ProgramError(f"{name}[{position}]: give 7 whole numbers of 32 bits")
-    columns = np.ascontiguousarray(np.array(rows, dtype=np.int32).reshape(-1, 7).T)
-    columns.setflags(write=False)
-    return columns
+    return columns_of(rows)
 
 
 def _is_whole(value: Any) -> bool:

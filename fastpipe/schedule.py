@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastpipe.action import COMMUNICATION_KINDS, COMPUTE_KINDS, Action, ActionKind
-from fastpipe.dependencies import play
+from fastpipe.dependencies import Play
 from fastpipe.errors import ScheduleError
 from fastpipe.placement import Placement, is_whole
 
@@ -209,14 +209,14 @@ class Schedule:
     def time_steps(self) -> list[list[Action | None]]:
         """Every rank's row of unit time steps, None where it idles; the bare orders if they cannot run."""
         orders = [list(rank) for rank in self]
-        played = play(orders, self.placement, self.num_microbatches)
+        played = Play(orders, self.placement, self.num_microbatches)
         if played.stuck:
             return [list(order) for order in orders]
         rows: list[list[Action | None]] = []
         for order, starts in zip(orders, played.starts, strict=True):
-            row: list[Action | None] = [None] * (int(starts[-1]) + 1 if starts else 0)
+            row: list[Action | None] = [None] * (starts[-1] + 1 if starts else 0)
             for action, start in zip(order, starts, strict=True):
-                row[int(start)] = action
+                row[start] = action
             rows.append(row)
         return rows
 

@@ -33,8 +33,8 @@ def simulate_program(program: Program, cost: CostModel | None = None, *, lanes: 
         raise TypeError(f"cost: expected a CostModel, found {type(cost).__name__}")
     cost.check(program.num_stages)
     check_links(cost, program.num_ranks)
-    channels, numbers = program.channels, lane_numbers(lanes, program.channels)
-    native = None if lanes == COALESCED else native_plan.simulate(program, channels, numbers, cost)
+    numbers = lane_numbers(lanes, program.channels)
+    native = None if lanes == COALESCED else native_plan.simulate(program, numbers, cost)
     times = native or _times(program, cost, lanes)
     return Timeline(program, *times, lanes=numbers, memory=partial(peak_bytes, program, cost))
 

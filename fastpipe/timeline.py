@@ -149,18 +149,10 @@ class Timeline:
             for rank in range(self.program.num_ranks):
                 mine = np.flatnonzero(ranks == rank)
                 at, sends = positions[mine], (found.source[mine], found.send[mine])
-                waited = np.minimum(self.ends[rank][at], self._at(self.ends, *sends))
-                waited -= np.maximum(self.starts[rank][at], self._at(self.starts, *sends))
+                waited = np.minimum(self.ends[rank][at], values_at(self.ends, *sends))
+                waited -= np.maximum(self.starts[rank][at], values_at(self.starts, *sends))
                 exposed[rank] += float(np.nansum(np.maximum(waited, 0.0)))
         return tuple(exposed)
-
-    @staticmethod
-    def _at(times: Sequence[Seconds], ranks: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Seconds:
-        found = np.empty(len(ranks))
-        for rank in np.unique(ranks).tolist():
-            mine = ranks == rank
-            found[mine] = times[rank][positions[mine]]
-        return found
 
     def critical_path(self) -> list[Span]:
         """What the makespan consists of: compute and transfers, first to last, each waiting for the one before.
@@ -208,13 +200,12 @@ class Timeline:
         Boundary b is between the stages b and b + 1. Other sends last until their receiver comes, which is no cost.
         """
         found = Messages.of(self.program)
-        sent = self._at(self.starts, found.source, found.send)
-        waiting = self._at(self.starts, found.destination, found.wait)
-        arrived = self._at(self.ends, found.destination, found.wait)
-        known = waiting <= sent
-        consumers = np.array(
-            [self.program.columns[r][1, p] for r, p in zip(found.destination, found.wait, strict=True)], dtype=np.int64
+        sent = values_at(self.starts, found.source, found.send)
+        waiting, arrived, consumers = (
+            values_at(values, found.destination, found.wait)
+            for values in (self.starts, self.ends, [columns[1] for columns in self.program.columns])
         )
+        known = waiting <= sent
         kinds = np.array([channel.kind for channel in self.program.channels], dtype=np.int64)
         forwards = kinds[found.channel] == ChannelKind.ACTIVATION if len(found) else np.zeros(0, dtype=bool)
         return (consumers - forwards)[known], (arrived - sent)[known]
@@ -302,6 +293,16 @@ def _column(timeline: Timeline, spans: Sequence[Span], step: float, count: int) 
 def _cell(instruction: Instruction) -> str:
     action = instruction.action
     return "&".join(map(str, action.parts)) if action is not None else instruction.op.name
+
+
+def values_at(values: Sequence[npt.NDArray[Any]], ranks: Ints, positions: Ints) -> npt.NDArray[Any]:
+    """From one array a rank, what stands at (rank, position), for many of them."""
+    found = np.empty(len(ranks), dtype=values[0].dtype)
+    order = np.argsort(ranks, kind="stable")
+    by_rank = np.split(order, np.searchsorted(ranks[order], np.arange(1, len(values))))
+    for mine, array in zip(by_rank, values, strict=True):
+        found[mine] = array[positions[mine]]
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fastpipe import native_plan
 from fastpipe.action import COMMUNICATION_KINDS, COMPUTE_KINDS, NONE, STAGE_ONLY_KINDS, Action, ActionKind
-from fastpipe.dependencies import Event, Play, feeds, play, produces
+from fastpipe.dependencies import Event, Play, feeds, produces
 from fastpipe.errors import ScheduleError
 from fastpipe.schedule import Schedule
 
@@ -56,7 +56,7 @@ def _validate(schedule: Schedule) -> None:
     done = _collect(schedule)
     _check_complete(schedule, done)
     orders = [[a for a in rank if a.kind in COMPUTE_KINDS] for rank in schedule]
-    played = play(orders, schedule.placement, schedule.num_microbatches)
+    played = Play(orders, schedule.placement, schedule.num_microbatches)
     if played.stuck:
         raise ScheduleError(_describe_cycle(orders, played))
     _check_reductions(schedule)

@@ -54,7 +54,7 @@ def validate_program(program: Program, *, lanes: Lanes = "directed", queues: int
     if lanes == COALESCED:
         validate_program(program)  # announced messages have a lane for each channel
         _check_end(program, lanes, numbers)
-    elif not native_plan.is_valid_program(program, program.channels, numbers):
+    elif not native_plan.is_valid_program(program, numbers):
         _validate(program, lanes, numbers)
     if streams_share(program, queues):
         if lanes != COALESCED and not _are_apart(numbers):

@@ -55,8 +55,7 @@ struct TrialFlags {
 
 }  // namespace
 
-// --- the watchdog
-// ------------------------------------------------------------------------------------------------------
+// --- the watchdog ---------------------------------------------------------------------------------------------------
 
 bool CopyWatchdog::Line::waits() const {
   return !has_come(flag_.load(), expected_.load(std::memory_order_relaxed));
@@ -500,7 +499,7 @@ std::vector<std::size_t> CopyEngineTransport::count_bytes() const {
 }
 
 void CopyEngineTransport::wait_for_room(std::size_t channel, std::size_t bytes) {
-  const std::int32_t peer = peer_of(channel);
+  const std::int32_t peer = program_.peer_of(channel);
   const Clock::time_point deadline = Clock::now() + as_duration(timeout_seconds_);
   while (true) {
     // Asked before the look, for what it showed before it died counts.
@@ -518,7 +517,7 @@ void CopyEngineTransport::wait_for_room(std::size_t channel, std::size_t bytes) 
 }
 
 bool CopyEngineTransport::usable(std::int32_t channel) {
-  if (!link_->watchdog().broken(peer_of(channel))) return true;
+  if (!link_->watchdog().broken(program_.peer_of(channel))) return true;
   report_broken();
   return false;
 }
@@ -558,7 +557,7 @@ void CopyEngineTransport::post_receive(const Transfer& transfer, std::int32_t sl
     receive.place = next_place(transfer.channel);
     receive.message = incoming_[transfer.channel]->post(receive.place);
   } catch (const std::exception& error) {
-    abort_peer(peer_of(transfer.channel), error.what());
+    abort_peer(program_.peer_of(transfer.channel), error.what());
   }
   receive.posted = true;
 }
@@ -619,7 +618,7 @@ void CopyEngineTransport::hand_over(const Transfer& transfer, std::int32_t send,
   try {
     body(*outgoing_[transfer.channel], it);
   } catch (const std::exception& error) {
-    abort_peer(peer_of(transfer.channel), error.what());
+    abort_peer(program_.peer_of(transfer.channel), error.what());
   }
   it.posted = true;
 }

@@ -299,7 +299,6 @@ class CopyEngineTransport final : public Transport {
   void wait_for_current(CopyMark& mark);
   template <typename Body>
   void hand_over(const Transfer& transfer, std::int32_t send, const Body& body);
-  std::int32_t peer_of(std::size_t channel) const { return program_.channels()[channel].peer_of(program_.rank()); }
   // False: the peer of a channel is broken, there is nothing to do.
   bool usable(std::int32_t channel);
   // In a step, once: it is drained with the others.

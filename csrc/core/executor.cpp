@@ -349,25 +349,19 @@ void Executor::report(std::size_t position) {
 Outcome Executor::finish() {
   // fail() from now on is too late for this step.
   const bool failed = failed_.exchange(false);
-  bool left_over = false;
   try {
     transport_->end_step(!failed);
-    left_over = !failed && !empty();
+    if (!failed && !(all_empty(slots_) && all_empty(sends_))) {
+      throw Error("rank " + std::to_string(program_.rank()) +
+                  ": a receive slot or a send was not freed by the program; lower the schedule again and validate it");
+    }
   } catch (...) {
     clear();
     throw;
   }
   clear();
-  if (left_over) {
-    throw Error("rank " + std::to_string(program_.rank()) +
-                ": a receive slot or a send was not freed by the program; lower the schedule again and validate it");
-  }
   if (error_) return Outcome::kFailed;
   return failed ? Outcome::kDrained : Outcome::kDone;
-}
-
-bool Executor::empty() const {
-  return all_empty(slots_) && all_empty(sends_);
 }
 
 void Executor::drop_memory() noexcept {

@@ -206,7 +206,6 @@ class Executor {
   void wait_send(const Step& step);
   void report(std::size_t position);
   Outcome finish();
-  bool empty() const;
   void clear() noexcept;
   const Payload* slot(std::int32_t number) const { return number == kNone ? nullptr : slots_[number].get(); }
 

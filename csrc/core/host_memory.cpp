@@ -34,11 +34,31 @@ int num_cores() {
   return ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
+// Between two looks.
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 }  // namespace
 
 Clock::duration usual_spin(std::int32_t num_sharing) {
   if (num_sharing <= 1) return kSpinAlone;
   return num_sharing < num_cores() ? Clock::duration(kSpin) : Clock::duration::zero();
+}
+
+bool comes_true_soon(Clock::duration spin, FunctionRef<bool()> ready) {
+  if (ready()) return true;
+  if (spin == Clock::duration::zero()) return false;
+  const Clock::time_point until = Clock::now() + spin;
+  while (Clock::now() < until) {
+    if (ready()) return true;
+    relax();
+  }
+  return false;
 }
 
 namespace {

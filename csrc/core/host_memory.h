@@ -57,14 +57,8 @@ constexpr std::size_t whole_lines(std::size_t bytes) {
 // longer alone.
 Clock::duration usual_spin(std::int32_t num_sharing);
 
-// Between two looks.
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
+// Looks once, then polls for so long.
+bool comes_true_soon(Clock::duration spin, FunctionRef<bool()> ready);
 
 // --- segments -------------------------------------------------------------------------------------------------------
 

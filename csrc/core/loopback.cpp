@@ -23,7 +23,7 @@ namespace {
 // is copied when its send and its receive are both first in line. There is no buffer: overwriting or freeing
 // too early what is being sent corrupts it, here as on a network.
 
-// One posted send or receive. It belongs to its rank; while it is posted it also hangs in its lane's queue.
+// One posted send or receive. It belongs to its rank; while it is posted it is also in its lane's queue.
 struct Operation {
   bool posted = false;  // the owner's: posted and not waited for yet
   bool done = false;    // the lane's, under its mutex
@@ -37,7 +37,6 @@ struct Operation {
   Clock::time_point eligible{};
   double completed = 0;
   std::exception_ptr error;  // of a receive: the copy failed
-  Operation* next = nullptr;
 };
 
 class LoopbackLane {
@@ -51,11 +50,6 @@ class LoopbackLane {
   std::string why_broken();
 
  private:
-  struct Queue {
-    Operation* head = nullptr;
-    Operation* tail = nullptr;
-  };
-
   // Executes what can be executed; returns when the next message is eligible, or the end of time.
   Clock::time_point match();
   void transfer(Operation& send, Operation& receive);
@@ -63,7 +57,7 @@ class LoopbackLane {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::array<Queue, 2> queues_;
+  std::array<Fifo<Operation*>, 2> queues_;
   bool broken_ = false;
   std::string why_;
 };
@@ -106,7 +100,7 @@ class LoopbackTransport final : public Transport {
   void post(Operation& operation);
   // False: the peer is broken, there is nothing to wait for.
   bool wait(Operation& operation);
-  std::int32_t peer_of(const Operation& operation) const;
+  std::int32_t peer_of(const Operation& operation) const { return program_.peer_of(operation.channel); }
   void abort(std::int32_t peer, const std::string& why);
   [[noreturn]] void abort_peer(Operation& operation);
   // Takes back what is still posted, since the lanes must not keep what belongs to this rank. True if nothing was.
@@ -134,10 +128,7 @@ bool fit(const Operation& one, const Operation& other) {
 bool LoopbackLane::post(int end, Operation& operation) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (broken_) return false;
-  Queue& queue = queues_[end];
-  operation.next = nullptr;
-  (queue.head == nullptr ? queue.head : queue.tail->next) = &operation;
-  queue.tail = &operation;
+  queues_[end].push_back(&operation);
   // Who waits at the other end must learn until when a delayed send holds it up.
   if (match() != Clock::time_point::max()) changed_.notify_all();
   return true;
@@ -168,9 +159,9 @@ std::string LoopbackLane::why_broken() {
 }
 
 Clock::time_point LoopbackLane::match() {
-  while (queues_[0].head != nullptr && queues_[1].head != nullptr) {
-    Operation& lower = *queues_[0].head;
-    Operation& higher = *queues_[1].head;
+  while (!queues_[0].empty() && !queues_[1].empty()) {
+    Operation& lower = *queues_[0].front();
+    Operation& higher = *queues_[1].front();
     if (!fit(lower, higher)) {
       // What is first in line stays first: this cannot resolve itself.
       close("deadlock: the lower rank has " + text(lower) + " first in line, the higher rank " + text(higher));
@@ -178,7 +169,7 @@ Clock::time_point LoopbackLane::match() {
     }
     Operation& send = lower.is_send ? lower : higher;
     if (send.eligible != Clock::time_point{} && send.eligible > Clock::now()) return send.eligible;
-    for (Queue& queue : queues_) queue.head = queue.head->next;
+    for (auto& queue : queues_) queue.pop_front();
     transfer(send, lower.is_send ? higher : lower);
   }
   return Clock::time_point::max();
@@ -316,10 +307,6 @@ bool LoopbackTransport::wait(Operation& operation) {
   if (!hub_->lane_of(operation.channel).wait(operation, deadline)) abort_peer(operation);
   operation.posted = false;
   return true;
-}
-
-std::int32_t LoopbackTransport::peer_of(const Operation& operation) const {
-  return program_.channels()[operation.channel].peer_of(program_.rank());
 }
 
 void LoopbackTransport::abort(std::int32_t peer, const std::string& why) {

@@ -118,7 +118,7 @@ std::string RankProgram::transfer_text(const Instruction& it) const {
   const Channel& channel = channels_[it.channel];
   std::string text = std::string(name_of(it.op)) + " of the " + name_of(channel.kind) + " of stage " +
                      number(it.stage) + ", microbatch " + number(it.microbatch);
-  return channel.local() ? text : text + ", peer rank " + number(channel.peer_of(rank_));
+  return channel.local() ? text : text + ", peer rank " + number(peer_of(it.channel));
 }
 
 std::string RankProgram::place(std::size_t position) const {

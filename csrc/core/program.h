@@ -64,6 +64,8 @@ class RankProgram {
   std::size_t size() const { return size_; }
   Instruction operator[](std::size_t position) const;
   const std::vector<Channel>& channels() const { return channels_; }
+  // The rank at the other end of a channel.
+  std::int32_t peer_of(std::size_t channel) const { return channels_[channel].peer_of(rank_); }
   std::int32_t num_slots() const { return num_slots_; }
   std::int32_t num_sends() const { return num_sends_; }
   std::int32_t num_microbatches() const { return num_microbatches_; }

@@ -47,10 +47,11 @@ bool SharedMemoryExchange::wait_for_all(Clock::time_point deadline) {
 }
 
 bool SharedMemoryExchange::wait_for(const SharedMemoryPeer& peer, Clock::time_point deadline) {
-  if (dead_[peer.rank()] || arrived(peer) || spin(peer)) return true;
+  const auto look = [&] { return arrived(peer); };
+  if (dead_[peer.rank()] || comes_true_soon(spin_, look)) return true;
   SharedMemoryWakeup& wakeup = words().wakeup;
   while (true) {
-    const auto waited = wakeup.wait(for_rank(peer.rank()), [&] { return arrived(peer); });
+    const auto waited = wakeup.wait(for_rank(peer.rank()), look);
     if (waited == SharedMemoryWakeup::Waited::kNot) return true;
     // Asked before the last look, as what it posted before it died counts.
     const bool alive = waited == SharedMemoryWakeup::Waited::kUntilWoken || peer.alive();
@@ -59,16 +60,6 @@ bool SharedMemoryExchange::wait_for(const SharedMemoryPeer& peer, Clock::time_po
     if (!alive) return true;
     if (Clock::now() >= deadline) return false;
   }
-}
-
-bool SharedMemoryExchange::spin(const SharedMemoryPeer& peer) const {
-  if (spin_ == Clock::duration::zero()) return false;
-  const Clock::time_point until = Clock::now() + spin_;
-  while (Clock::now() < until) {
-    if (arrived(peer)) return true;
-    relax();
-  }
-  return false;
 }
 
 std::vector<std::int32_t> SharedMemoryExchange::missing() const {

@@ -75,7 +75,6 @@ class SharedMemoryExchange final {
   void write(std::string_view message, int descriptor);
   bool wait_for_all(Clock::time_point deadline);
   bool wait_for(const SharedMemoryPeer& peer, Clock::time_point deadline);
-  bool spin(const SharedMemoryPeer& peer) const;
   // Whether any was large.
   bool collect();
   static std::optional<std::string> read(const SharedMemoryPeer& peer, const ExchangeMessage& message);

@@ -362,7 +362,7 @@ void SharedMemoryTransport::post_receive(const Transfer& transfer, std::int32_t 
   Receive& receive = receives_[slot];
   receive.cell.report_freed();
   receive.state = Receive::State::kIdle;
-  if (broken_.has(peer_of(transfer.channel))) return;
+  if (broken_.has(program_.peer_of(transfer.channel))) return;
   receive.transfer = transfer;
   receive.into = &into;
   receive.state = Receive::State::kPosted;
@@ -371,7 +371,7 @@ void SharedMemoryTransport::post_receive(const Transfer& transfer, std::int32_t 
 
 bool SharedMemoryTransport::wait_receive(std::int32_t slot) {
   Receive& receive = receives_[slot];
-  while (receive.state == Receive::State::kPosted && !broken_.has(peer_of(receive.transfer.channel))) {
+  while (receive.state == Receive::State::kPosted && !broken_.has(program_.peer_of(receive.transfer.channel))) {
     receive_next(receive.transfer.channel);
   }
   const bool arrived = receive.state == Receive::State::kArrived;
@@ -422,15 +422,14 @@ void SharedMemoryTransport::deliver(Receive& receive, SharedMemoryMessage messag
 
 void SharedMemoryTransport::post_send(const Transfer& transfer, std::int32_t send, const Payload& from) {
   specs_.learn_or_check(transfer.position, from, program_);
-  if (prepare(transfer, send, &from)) post(send);
+  hand_over(transfer, send, &from);
 }
 
 void SharedMemoryTransport::post_stand_in(const Transfer& transfer, std::int32_t send) {
-  if (prepare(transfer, send, nullptr)) post(send);
+  hand_over(transfer, send, nullptr);
 }
 
-// False: the peer is broken, there is nothing to do.
-bool SharedMemoryTransport::prepare(const Transfer& transfer, std::int32_t send, const Payload* from) {
+void SharedMemoryTransport::hand_over(const Transfer& transfer, std::int32_t send, const Payload* from) {
   SharedMemorySend& it = sends_[send];
   it = SharedMemorySend{};
   it.channel = transfer.channel;
@@ -439,11 +438,7 @@ bool SharedMemoryTransport::prepare(const Transfer& transfer, std::int32_t send,
   it.from = from;
   it.announced = specs_.announcing();
   it.position = transfer.position;
-  return !broken_.has(peer_of(transfer.channel));
-}
-
-void SharedMemoryTransport::post(std::int32_t send) {
-  SharedMemorySend& it = sends_[send];
+  if (broken_.has(program_.peer_of(transfer.channel))) return;
   SharedMemoryOutbox& outbox = *outboxes_[it.channel];
   outbox.advance();
   outbox.post(it);
@@ -452,7 +447,7 @@ void SharedMemoryTransport::post(std::int32_t send) {
 double SharedMemoryTransport::wait_send(std::int32_t send) {
   SharedMemorySend& it = sends_[send];
   const SharedMemorySend::State posted = SharedMemorySend::State::kPosted;
-  if (it.state == posted && !broken_.has(peer_of(it.channel))) {
+  if (it.state == posted && !broken_.has(program_.peer_of(it.channel))) {
     wait(outboxes_[it.channel]->peer(), kForSpace, it.position, [&] { return it.state != posted; });
   }
   it.state = SharedMemorySend::State::kIdle;
@@ -475,17 +470,21 @@ void SharedMemoryTransport::report_held_cells() {
 
 void SharedMemoryTransport::wait(const SharedMemoryPeer& peer, std::uint32_t reason, std::size_t position,
                                  FunctionRef<bool()> ready) {
-  if (look(ready) || spin(ready)) return;
+  const auto look = [&] {
+    advance();
+    return ready();
+  };
+  if (comes_true_soon(link_->spin(), look)) return;
   report_held_cells();
   SharedMemoryWakeup& wakeup = link_->wakeup();
   const Clock::time_point deadline = Clock::now() + as_duration(timeout_seconds_);
   while (true) {
-    const auto waited = wakeup.wait(reason, [&] { return look(ready); });
+    const auto waited = wakeup.wait(reason, look);
     if (waited == SharedMemoryWakeup::Waited::kNot) return;
     const bool woken = waited == SharedMemoryWakeup::Waited::kUntilWoken;
     // Asked before the last look, for what it sent before it died counts.
     const bool alive = woken || peer.alive();
-    if (look(ready)) return;
+    if (look()) return;
     if (!woken) check_signals();
     if (const auto lost = link_->lost()) {
       const std::string why = *lost < 0 ? "a rank was lost" : "rank " + std::to_string(*lost) + " was lost";
@@ -519,21 +518,6 @@ void SharedMemoryTransport::serve(const std::atomic<bool>& over) {
   const auto served = [&] { return advance() || over.load(); };
   while (!over.load() && link_->wakeup().wait(kForSpace, served) != SharedMemoryWakeup::Waited::kNot) {
   }
-}
-
-bool SharedMemoryTransport::look(FunctionRef<bool()> ready) {
-  advance();
-  return ready();
-}
-
-bool SharedMemoryTransport::spin(FunctionRef<bool()> ready) {
-  if (link_->spin() == Clock::duration::zero()) return false;
-  const Clock::time_point until = Clock::now() + link_->spin();
-  while (Clock::now() < until) {
-    if (look(ready)) return true;
-    relax();
-  }
-  return false;
 }
 
 void SharedMemoryTransport::abort_peer(std::int32_t peer, std::size_t position, const std::string& why) {

@@ -396,15 +396,13 @@ class SharedMemoryTransport final : public Transport {
   };
 
   void make_rings(const SharedMemoryChannels& source);
-  bool prepare(const Transfer& transfer, std::int32_t send, const Payload* from);
-  void post(std::int32_t send);
+  // from: null for a stand-in.
+  void hand_over(const Transfer& transfer, std::int32_t send, const Payload* from);
   void receive_next(std::int32_t channel);
   bool arrived(SharedMemoryInbox& inbox, std::size_t position);
   void deliver(Receive& receive, SharedMemoryMessage message);
   // Sleeps until `ready`, or throws when the peer is broken.
   void wait(const SharedMemoryPeer& peer, std::uint32_t reason, std::size_t position, FunctionRef<bool()> ready);
-  bool look(FunctionRef<bool()> ready);
-  bool spin(FunctionRef<bool()> ready);
   [[noreturn]] void abort_peer(std::int32_t peer, std::size_t position, const std::string& why);
   void drop_peer(std::int32_t peer, const std::string& why);
   // Throws the TransportError for a message that could not be taken: without memory for it this rank has failed.
@@ -412,7 +410,6 @@ class SharedMemoryTransport final : public Transport {
                                    const std::exception& error) const;
   void drop_all_peers(const std::string& why);
   void check_signals();
-  std::int32_t peer_of(std::int32_t channel) const { return program_.channels()[channel].peer_of(program_.rank()); }
 
   std::shared_ptr<SharedMemoryLink> link_;
   std::shared_ptr<const Codec> codec_;

@@ -118,7 +118,6 @@ class Emitter {
   };
 
   void find_channels();
-  void before(int64_t position, const Parts& parts);
   void post_receives(int64_t position);
   void take_messages(const Parts& parts);
   void wait_for_sends(int64_t position, const Parts& parts);
@@ -284,7 +283,9 @@ bool Emitter::run() {
   const Rows rows = flow_.orders().rows(rank_);
   for (int64_t i = 0; i < rows.size(); ++i) {
     const Parts parts = rows.parts(i);
-    before(i, parts);
+    post_receives(i);
+    take_messages(parts);
+    wait_for_sends(i, parts);
     compute(rows, i);
     hand_on(parts);
     free_slots(i);
@@ -293,12 +294,6 @@ bool Emitter::run() {
     if (send_of_[m] != kNone) wait_send(static_cast<int32_t>(flow_.first_made(rank_) + m));
   }
   return written_ == count_;
-}
-
-void Emitter::before(int64_t position, const Parts& parts) {
-  post_receives(position);
-  take_messages(parts);
-  wait_for_sends(position, parts);
 }
 
 void Emitter::post_receives(int64_t position) {
@@ -424,8 +419,6 @@ void Emitter::put(int32_t op, int32_t stage, int32_t microbatch, int32_t pair_st
   }
   ++written_;
 }
-
-// From a schedule to a program. The meaning is that of fastpipe/lower.py.
 
 // What is known before the instructions are written; they go straight into the caller's arrays.
 struct Lowered {

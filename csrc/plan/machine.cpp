@@ -69,8 +69,10 @@ void Machine::find_ends(const int32_t* lane_of) {
 }
 
 bool Machine::run() {
-  if (!prepare()) return false;
-  for (int32_t rank = 0; rank < program_.num_ranks(); ++rank) ready_.push_back(rank);
+  for (int32_t rank = 0; rank < program_.num_ranks(); ++rank) {
+    if (!measure(rank)) return false;
+    ready_.push_back(rank);
+  }
   int32_t finished = 0;
   while (!ready_.empty()) {
     const int32_t rank = ready_.back();
@@ -79,13 +81,6 @@ bool Machine::run() {
     if (malformed_) return false;
   }
   return finished == program_.num_ranks();
-}
-
-bool Machine::prepare() {
-  for (int32_t rank = 0; rank < program_.num_ranks(); ++rank) {
-    if (!measure(rank)) return false;
-  }
-  return true;
 }
 
 // Everything that is used as an index is checked here, once.

@@ -32,7 +32,6 @@ class Machine {
 
   double compute_seconds(const Rows& rows, int64_t i) const;
   double transfer_seconds(int32_t channel, int32_t consumer_stage) const;
-  bool prepare();
   bool measure(int32_t rank);
   void find_ends(const int32_t* lane_of);
   bool advance(int32_t rank);

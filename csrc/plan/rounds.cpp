@@ -21,24 +21,32 @@ constexpr int kInput = 1;
 constexpr int kWeight = 2;
 constexpr int kNothing = -1;
 
-// The line in which F, I and W wait for a tick.
+// The lines in which F, I and W wait for a tick: one while memory is free, one while it is full.
 template <int Size>
-class Line {
+class Lines {
  public:
-  explicit Line(const int32_t* kinds) { std::copy_n(kinds, Size, kinds_.begin()); }
-
-  int next(const std::array<bool, 3>& can) const {
-    const auto found = std::find_if(kinds_.begin(), kinds_.end(), [&](int32_t kind) { return can[kind]; });
-    return found == kinds_.end() ? kNothing : *found;
+  explicit Lines(const int32_t* rule) : rotate_(rule[2 * Size] != 0) {
+    std::copy_n(rule, Size, free_.begin());
+    std::copy_n(rule + Size, Size, full_.begin());
   }
 
-  // `kind` has had its turn: it and those before it go to the end.
-  void put_behind(int kind) {
-    std::rotate(kinds_.begin(), std::find(kinds_.begin(), kinds_.end(), kind) + 1, kinds_.end());
+  int next(bool free, const std::array<bool, 3>& can) const {
+    const auto& kinds = free ? free_ : full_;
+    const auto found = std::find_if(kinds.begin(), kinds.end(), [&](int32_t kind) { return can[kind]; });
+    return found == kinds.end() ? kNothing : *found;
+  }
+
+  // `kind` has had its turn: by some rules it and those before it go to the end.
+  void had_turn(int kind) {
+    if (!rotate_) return;
+    std::rotate(free_.begin(), std::find(free_.begin(), free_.end(), kind) + 1, free_.end());
+    full_ = free_;
   }
 
  private:
-  std::array<int32_t, Size> kinds_;
+  std::array<int32_t, Size> free_;
+  std::array<int32_t, Size> full_;
+  bool rotate_;
 };
 
 // From which tick on every round can start; what has started, in order.
@@ -73,9 +81,7 @@ class Wave {
 
 int64_t compact(const PlanRounds& given, const int32_t* rule, int64_t cutoff, int64_t* ticks, int32_t* keys) {
   Wave wave(given, ticks, keys);
-  Line<3> first(rule);
-  Line<3> full(rule + 3);
-  const bool rotate = rule[6] != 0;
+  Lines<3> lines(rule);
   const int64_t room = given.limit / 2;
   int64_t tick = 0;
   int64_t last_input = 0;
@@ -83,7 +89,7 @@ int64_t compact(const PlanRounds& given, const int32_t* rule, int64_t cutoff, in
     const bool free = wave.f - w < room;
     const int64_t at_f = free && wave.has_forward() ? wave.forward_from() : kNever;
     const int64_t at_i = wave.has_input() ? wave.input_from() : kNever;
-    const int kind = (free ? first : full).next({at_f <= tick, at_i <= tick, w < wave.i});
+    const int kind = lines.next(free, {at_f <= tick, at_i <= tick, w < wave.i});
     if (kind == kNothing) {
       tick = std::min(at_f, at_i);
     } else if (kind == kWeight) {
@@ -93,10 +99,7 @@ int64_t compact(const PlanRounds& given, const int32_t* rule, int64_t cutoff, in
       wave.start(kind, tick);
     }
     if (kind != kNothing) {
-      if (rotate) {
-        first.put_behind(kind);
-        full = first;
-      }
+      lines.had_turn(kind);
       ++tick;
     }
     if (2 * tick + given.num_ranks - 1 >= cutoff) return 0;
@@ -107,9 +110,7 @@ int64_t compact(const PlanRounds& given, const int32_t* rule, int64_t cutoff, in
 
 int64_t slack(const PlanRounds& given, const int32_t* rule, int64_t cutoff, int64_t* ticks, int32_t* keys) {
   Wave wave(given, ticks, keys);
-  Line<2> first(rule);
-  Line<2> full(rule + 2);
-  const bool rotate = rule[4] != 0;
+  Lines<2> lines(rule);
   int64_t tick = 0;
   int64_t weights = 0;
   while (wave.has_input()) {
@@ -117,13 +118,10 @@ int64_t slack(const PlanRounds& given, const int32_t* rule, int64_t cutoff, int6
     const bool free = 2 * (wave.f + 1) - weights <= given.limit;
     const int64_t at_f = free && wave.has_forward() ? wave.forward_from() : kNever;
     const int64_t at_i = wave.input_from();
-    const int kind = (free ? first : full).next({at_f <= tick, at_i <= tick, false});
+    const int kind = lines.next(free, {at_f <= tick, at_i <= tick, false});
     if (kind != kNothing) {
       wave.start(kind, tick);
-      if (rotate) {
-        first.put_behind(kind);
-        full = first;
-      }
+      lines.had_turn(kind);
     } else if (waiting == 0 && std::min(at_f, at_i) == kNever) {
       return 0;
     }

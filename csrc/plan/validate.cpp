@@ -145,10 +145,6 @@ class ScheduleCheck {
   std::vector<int32_t> ready_;
 };
 
-}  // namespace
-
-namespace {
-
 // What is known of a (stage, microbatch).
 enum State : uint8_t {
   kForwardDone = 1,

@@ -198,7 +198,7 @@ class PythonContext {
 using PythonArming = PythonContext<Arming, std::shared_ptr<WeightGradients>, Arming::Phase>;
 using PythonActionContext = PythonContext<ActionContext, ActionContext::Step, Op, std::int32_t, std::int32_t>;
 
-// (stage, the leaves whose gradients are computed in W, the most bytes that waited for one), a stage that has run an I.
+// (stage, TorchStage::deferred(), the most bytes that waited for a W), a stage that has run an I in the step.
 py::list deferred(const Runner& runner) {
   py::list stages;
   for (const TorchStage* stage : runner.stages()) {
@@ -285,13 +285,9 @@ void bind_random_numbers(py::module_& m) {
 void translate(std::exception_ptr error) {
   try {
     if (error) std::rethrow_exception(error);
-  } catch (const ArgumentError& wrong) {
-    py::set_error(PyExc_ValueError, wrong.what());
-  } catch (const TransportError&) {
+  } catch (const Error&) {
     const py::object wrong = to_python(error);
     PyErr_SetObject(py::type::handle_of(wrong).ptr(), wrong.ptr());
-  } catch (const Error& wrong) {
-    py::set_error(PyExc_RuntimeError, wrong.what());
   }
 }
 

@@ -162,34 +162,32 @@ struct SharedLease final : c10::intrusive_ptr_target {
 using LeasePtr = c10::intrusive_ptr<SharedLease>;
 
 at::Tensor tensor_at(std::byte* data, const TensorSpec& spec, const LeasePtr& lease) {
-  at::Tensor tensor = at::for_blob(data, spec.sizes)
-                          .strides(spec.strides)
-                          .context(LeasePtr(lease).release(), SharedLease::release)
-                          .options(at::TensorOptions().dtype(spec.dtype))
-                          .make_tensor();
-  if (spec.requires_grad) tensor.set_requires_grad(true);
-  return tensor;
+  return at::for_blob(data, spec.sizes)
+      .strides(spec.strides)
+      .context(LeasePtr(lease).release(), SharedLease::release)
+      .options(at::TensorOptions().dtype(spec.dtype))
+      .make_tensor()
+      .set_requires_grad(spec.requires_grad);
 }
 
 at::Tensor copy_on(at::Device device, const std::byte* data, const TensorSpec& spec) {
-  at::Tensor tensor = at::empty_strided(spec.sizes, spec.strides, at::TensorOptions().dtype(spec.dtype).device(device));
+  const auto options = at::TensorOptions().dtype(spec.dtype).device(device);
+  const at::Tensor tensor = at::empty_strided(spec.sizes, spec.strides, options);
   if (tensor.nbytes() > 0) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     bytes_at(tensor.const_data_ptr(), tensor.nbytes(), device).copy_(bytes_at(data, tensor.nbytes(), at::kCPU));
   }
-  if (spec.requires_grad) tensor.set_requires_grad(true);
-  return tensor;
+  return tensor.set_requires_grad(spec.requires_grad);
 }
 
 at::Tensor tensor_in(const CopyLoan& loan, std::size_t offset, const TensorSpec& spec, at::Device device) {
-  at::Tensor tensor = at::for_blob(loan.data() + offset, spec.sizes)
-                          .strides(spec.strides)
-                          .deleter([memory = loan.memory()](void*) {})
-                          .options(at::TensorOptions().dtype(spec.dtype).device(device))
-                          .target_device(device)
-                          .make_tensor();
-  if (spec.requires_grad) tensor.set_requires_grad(true);
-  return tensor;
+  return at::for_blob(loan.data() + offset, spec.sizes)
+      .strides(spec.strides)
+      .deleter([memory = loan.memory()](void*) {})
+      .options(at::TensorOptions().dtype(spec.dtype).device(device))
+      .target_device(device)
+      .make_tensor()
+      .set_requires_grad(spec.requires_grad);
 }
 
 const std::vector<at::Tensor>& tensors_of(const Payload& payload) {

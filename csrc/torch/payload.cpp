@@ -6,6 +6,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "core/common.h"
@@ -171,11 +172,8 @@ std::unique_ptr<Spec> TensorPayload::spec() const {
 
 bool TensorPayload::matches(const Spec& spec) const {
   const std::vector<TensorSpec>& specs = specs_in(spec);
-  if (specs.size() != tensors_.size()) return false;
-  for (std::size_t i = 0; i < specs.size(); ++i) {
-    if (!specs[i].matches(tensors_[i])) return false;
-  }
-  return true;
+  return std::equal(specs.begin(), specs.end(), tensors_.begin(), tensors_.end(),
+                    [](const TensorSpec& spec, const at::Tensor& tensor) { return spec.matches(tensor); });
 }
 
 const std::vector<at::Tensor>& TensorPayload::prepare(const std::vector<TensorSpec>& specs) {
@@ -193,9 +191,7 @@ void TensorPayload::expose(const std::vector<TensorSpec>& specs) {
 }
 
 void TensorPayload::expose_one(std::size_t index, bool requires_grad) {
-  at::Tensor leaf = with_own_version(buffers_[index]);
-  if (requires_grad) leaf.set_requires_grad(true);
-  tensors_.push_back(std::move(leaf));
+  tensors_.push_back(with_own_version(buffers_[index]).set_requires_grad(requires_grad));
 }
 
 const at::Tensor& TensorPayload::buffer(std::size_t index, const TensorSpec& spec) {

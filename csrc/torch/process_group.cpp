@@ -293,7 +293,7 @@ void ProcessGroupTransport::hold(Pending& pending, std::vector<at::Tensor> flat,
 
 void ProcessGroupTransport::posted(const Transfer& transfer) {
   if (pairs_.empty() || !std::get<1>(turns_.at(transfer.position))) return;
-  Pair& pair = pairs_.at(program_.channels()[transfer.channel].peer_of(program_.rank()));
+  Pair& pair = pairs_.at(program_.peer_of(transfer.channel));
   if (pair.held.empty()) return;
   Pending& any = *pair.held.front().pending;
   const c10::OptionalStreamGuard side(side_stream_of(any));

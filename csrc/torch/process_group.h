@@ -7,7 +7,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,6 +17,7 @@
 #include <vector>
 
 #include "codec.h"
+#include "core/common.h"
 #include "core/program.h"
 #include "core/transport.h"
 #include "payload.h"
@@ -136,7 +136,7 @@ class ProcessGroupTransport final : public Transport {
   // Where receives are posted early, and operations.
   std::optional<c10::Stream> side_stream_of(const Pending& pending) const;
   const Channel& channel_of(const Pending& pending) const { return program_.channels()[pending.transfer.channel]; }
-  std::int32_t peer_of(const Pending& pending) const { return channel_of(pending).peer_of(program_.rank()); }
+  std::int32_t peer_of(const Pending& pending) const { return program_.peer_of(pending.transfer.channel); }
   [[noreturn]] void abort_peer(Pending& pending, const char* why);
   // What is under way with broken peers is waited for no more.
   void abandon();
@@ -156,7 +156,7 @@ class ProcessGroupTransport final : public Transport {
   std::vector<Pending> sends_;
   std::map<std::int32_t, Pair> pairs_;  // by peer; none where nothing is coalesced
   Turns turns_;
-  std::vector<std::deque<std::int32_t>> queues_;  // by channel: the slots of announced receives, in order
+  std::vector<Fifo<std::int32_t>> queues_;  // by channel: the slots of announced receives, in order
   BrokenPeers broken_;
   std::vector<Pending> abandoned_;  // to or from broken peers: the backend may still touch their memory
 };

@@ -164,10 +164,10 @@ void Runner::bind(const std::vector<py::tuple>& calls) {
                         " stages; give one for each stage");
   }
   for (std::size_t i = 0; i < calls.size(); ++i) {
-    if (calls[i].size() != 11) {
+    if (calls[i].size() != 12) {
       throw ArgumentError(
           "calls: give (run, output_grads, guard, run_collective, fold, fuse, partners, last_backward, around, moment, "
-          "exchanges) for each stage");
+          "exchanges, knows_deferred) for each stage");
     }
     const auto call = [&](py::ssize_t index) {
       const py::handle found = PyTuple_GET_ITEM(calls[i].ptr(), index);
@@ -176,7 +176,7 @@ void Runner::bind(const std::vector<py::tuple>& calls) {
     const auto [step, last] = calls[i][9].cast<std::pair<std::int64_t, std::array<std::int32_t, 3>>>();
     stages_[i]->bind({call(0), call(1), calls[i][2].cast<RngGuard*>(), call(3), call(4), call(5),
                       calls[i][6].cast<std::vector<std::int32_t>>(), calls[i][7].cast<std::int32_t>(), call(8),
-                      ActionContext::Step{step, last}, calls[i][10].cast<bool>()});
+                      ActionContext::Step{step, last}, calls[i][10].cast<bool>(), calls[i][11].cast<bool>()});
   }
 }
 
@@ -245,22 +245,21 @@ void Runner::run_overlapped(std::size_t position, FunctionRef<void()> backward) 
   const at::ThreadLocalStateGuard guard(*state_);
   const AutocastGuard autocast(in_autocast_);
   const ContextGuard context(context_);
-  const c10::OptionalStreamGuard stream(streams_.caller());
-  ProfilerRange label;
-  label.begin(labels_of_backwards_.at(position));
-  backward();
+  run_backward(position, backward);
 }
 
 void Runner::run_in_turns(std::size_t position, FunctionRef<void()> forward, FunctionRef<void()> backward,
                           bool backward_first) {
-  const auto labelled = [&] {
-    const c10::OptionalStreamGuard stream(streams_.caller());
-    ProfilerRange label;
-    label.begin(labels_of_backwards_.at(position));
-    backward();
-  };
+  const auto labelled = [&] { run_backward(position, backward); };
   const py::gil_scoped_acquire gil;
   in_turns_(without_gil(forward), without_gil(labelled), backward_first);
+}
+
+void Runner::run_backward(std::size_t position, FunctionRef<void()> backward) {
+  const c10::OptionalStreamGuard stream(streams_.caller());
+  ProfilerRange label;
+  label.begin(labels_of_backwards_.at(position));
+  backward();
 }
 
 void Runner::failed(std::size_t position, const std::exception_ptr& error) noexcept {

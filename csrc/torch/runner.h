@@ -34,12 +34,12 @@ class Runner final : public Observer {
   ~Runner() override;
 
   // calls: (run, output_grads, guard, run_collective, fold, fuse, partners, last_backward, around, moment: the number
-  // of the step and the stage's last microbatches, exchanges: whether its forward calls all_to_all) of each stage, in
-  // the constructor's order; None for what is not wanted. in_turns: (forward, backward, whether that begins) runs a
-  // pair in turns. Returns (start, end), or None when the step failed on another rank; raises what failed here.
-  // num_threads: of torch's operators; 0 leaves it. trace: the times are those of the device, for which the host waits.
-  // drain: nothing is computed, and stand-ins are sent: the step has failed here before its first instruction.
-  // while_waiting: called before the instruction at wait_at, unless the step has failed.
+  // of the step and the stage's last microbatches, exchanges: whether its forward calls all_to_all, knows_deferred) of
+  // each stage, in the constructor's order; None for what is not wanted. in_turns: (forward, backward, whether that
+  // begins) runs a pair in turns. Returns (start, end), or None when the step failed on another rank; raises what
+  // failed here. num_threads: of torch's operators; 0 leaves it. trace: the times are those of the device, for which
+  // the host waits. drain: nothing is computed, and stand-ins are sent: the step has failed here before its first
+  // instruction. while_waiting: called before the instruction at wait_at, unless the step has failed.
   py::object run(std::int64_t signature, bool announce, const std::vector<py::tuple>& calls,
                  const py::object& on_failure, int num_threads, bool trace, bool drain, const py::object& in_turns,
                  std::size_t wait_at, const py::object& while_waiting);
@@ -64,6 +64,8 @@ class Runner final : public Observer {
   Outcome run_in_streams(std::int64_t signature, bool announce, double* start, double* end, bool drain);
   Outcome run_without_gil(std::int64_t signature, bool announce, double* start, double* end, bool drain);
   bool noted_here(std::size_t position) const;
+  // That of a pair, on the caller's stream and under its label.
+  void run_backward(std::size_t position, FunctionRef<void()> backward);
 
   std::vector<TorchStage*> stages_;                                   // owned by the executor
   std::vector<std::string> labels_;                                   // by position; empty where no label is wanted

@@ -288,9 +288,9 @@ void TorchStage::differentiate_inputs(std::int32_t microbatch, const Payload* gr
     const Arming arming(records_[microbatch].weights, Arming::Phase::kBackward);
     differentiate(microbatch, gradient);
   }
-  if (!knows_deferred_) {  // another microbatch may use others, of a mixture of experts for example
+  if (!deferred_) deferred_.emplace();
+  if (!calls_.knows_deferred) {  // another microbatch may use others, of a mixture of experts for example
     const auto leaves = weights.leaves();
-    if (!deferred_) deferred_.emplace();
     deferred_->insert(deferred_->end(), leaves.begin(), leaves.end());
   }
   records_[microbatch].held_bytes = weights.held_bytes();
@@ -375,10 +375,6 @@ void TorchStage::release() noexcept {
   entered_.clear();
   root_gradients_.clear();
   held_bytes_ = 0;
-  if (knows_deferred_ || !deferred_ || deferred_->empty()) return;
-  knows_deferred_ = true;
-  std::sort(deferred_->begin(), deferred_->end());
-  deferred_->erase(std::unique(deferred_->begin(), deferred_->end()), deferred_->end());
 }
 
 }  // namespace fastpipe

@@ -69,7 +69,8 @@ struct StageCalls {
   // (call) -> nothing: what is around every B, I and W makes the call; null where there is nothing around them
   py::handle around;
   ActionContext::Step context;
-  bool exchanges;  // whether its forward has called all_to_all
+  bool exchanges;       // whether its forward has called all_to_all
+  bool knows_deferred;  // nobody asks for deferred()
 };
 
 class TorchStage final : public Stage {
@@ -78,7 +79,10 @@ class TorchStage final : public Stage {
   // outlives the forward.
   TorchStage(std::int32_t index, bool is_first, bool is_last, bool fused_weight_grad, const RankProgram& program);
 
-  void bind(StageCalls calls) { calls_ = std::move(calls); }
+  void bind(StageCalls calls) {
+    calls_ = std::move(calls);
+    deferred_.reset();
+  }
   // All its work goes there; forward and backward of a microbatch must be on one stream, as torch's engine takes the
   // forward's.
   void set_stream(const std::optional<c10::Stream>& stream) { stream_ = stream; }
@@ -108,7 +112,7 @@ class TorchStage final : public Stage {
   void release() noexcept override;
 
   std::int32_t index() const { return index_; }
-  // WeightGradients::leaves() of the first step with an I; nullopt before it.
+  // WeightGradients::leaves() of the step, empty if not asked for; nullopt before its first I.
   const std::optional<std::vector<std::uintptr_t>>& deferred() const { return deferred_; }
   // Whether a backward has found a gradient of an input; nullopt if no input required one.
   std::optional<bool> reaches_inputs() const { return reaches_inputs_; }
@@ -166,7 +170,6 @@ class TorchStage final : public Stage {
   Tensors entered_;
   Tensors root_gradients_;
   std::optional<std::vector<std::uintptr_t>> deferred_;
-  bool knows_deferred_ = false;
   std::optional<bool> reaches_inputs_;
   std::size_t held_bytes_ = 0;
   std::size_t peak_held_bytes_ = 0;

@@ -194,16 +194,26 @@ bool is_leaf(const Edge& edge) {
   return as_leaf(edge.function.get()) != nullptr;
 }
 
-std::vector<AccumulateGrad*> leaves_of(std::vector<Node*> stack) {
+// Whether `holds` is true of all nodes to which these lead; it is not asked any more once it is not.
+template <typename Condition>
+bool all_nodes(std::vector<Node*> stack, const Condition& holds) {
   FlatSet<Node*> seen;
-  std::vector<AccumulateGrad*> found;
   while (!stack.empty()) {
     Node* const node = stack.back();
     stack.pop_back();
     if (node == nullptr || !seen.insert(node).second) continue;
-    if (AccumulateGrad* const leaf = as_leaf(node)) found.push_back(leaf);
-    for (const auto& edge : node->next_edges()) stack.push_back(edge.function.get());
+    if (!holds(node)) return false;
+    for (const Edge& edge : node->next_edges()) stack.push_back(edge.function.get());
   }
+  return true;
+}
+
+std::vector<AccumulateGrad*> leaves_of(std::vector<Node*> nodes) {
+  std::vector<AccumulateGrad*> found;
+  all_nodes(std::move(nodes), [&](Node* node) {
+    if (AccumulateGrad* const leaf = as_leaf(node)) found.push_back(leaf);
+    return true;
+  });
   return found;
 }
 
@@ -258,18 +268,10 @@ bool WeightGradients::separate(const Edge& weight) const {
   // A parameter by itself, as most weights are.
   if (kept_.count(weight.function.get()) != 0) return false;
   if (is_leaf(weight)) return true;
-  std::vector<Node*> stack{weight.function.get()};
-  FlatSet<Node*> seen;
-  while (!stack.empty()) {
-    Node* const node = stack.back();
-    stack.pop_back();
-    if (node == nullptr || !seen.insert(node).second) continue;
-    if (kept_.count(node) != 0) return false;
-    // an end that is no parameter is somebody's own and expects its gradient in I
-    if (node->num_outputs() == 0 && as_leaf(node) == nullptr) return false;
-    for (const Edge& edge : node->next_edges()) stack.push_back(edge.function.get());
-  }
-  return true;
+  // an end that is no parameter is somebody's own and expects its gradient in I
+  return all_nodes({weight.function.get()}, [&](Node* node) {
+    return kept_.count(node) == 0 && (node->num_outputs() != 0 || as_leaf(node) != nullptr);
+  });
 }
 
 // The checkpoint's inputs are leaves of the graph made anew, and their gradients are wanted at once. What a checkpoint

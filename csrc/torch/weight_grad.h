@@ -15,8 +15,6 @@
 
 namespace fastpipe {
 
-// Where a weight's deferred gradient enters the graph.
-
 // What one linear leaves for W.
 struct WeightUse {
   WeightUse(at::Tensor input, at::Tensor gradient, bool weight_by_rows);
@@ -33,6 +31,7 @@ struct WeightUse {
 // A weight has one use in most models.
 using WeightUses = c10::SmallVector<WeightUse, 1>;
 
+// Where a weight's deferred gradient enters the graph.
 // Computes only when the engine comes to it, and hands its result on without keeping it: as many gradients are alive
 // at a time as in a whole backward, and `.grad` takes over the very memory.
 class WeightSource final : public Node {
@@ -46,19 +45,18 @@ class WeightSource final : public Node {
   WeightUses uses_;
 };
 
-// Weight gradients that are added to `.grad` by the matrix product that makes them: C = A B + C.
-
-// Adds what the uses of one weight make to its parameter's gradient. False, and nothing done, where that is for the
-// engine: no gradient to add to yet, one of another layout, a weight that is more than a parameter or its copy in
-// another dtype, hooks that want to see a contribution, operands of 16 bits where no product adds to 32, or a weight
-// that a stage before uses, too, on its own stream. Post-accumulate hooks run. Without the GIL.
+// Adds what the uses of one weight make to its parameter's gradient, by the matrix products that make it. False, and
+// nothing done, where that is for the engine: no gradient to add to yet, one of another layout, a weight that is more
+// than a parameter or its copy in another dtype, hooks that want to see a contribution, operands of 16 bits where no
+// product adds to 32, or a weight that a stage before uses, too, on its own stream. Post-accumulate hooks run. Without
+// the GIL.
 bool accumulate_in_place(const Edge& weight, const WeightUses& uses);
 
-// The backward of one linear whose weight gradient may wait for W.
 class WeightGradients;
 
-// Of out = addmm(bias, input, weight.t()), or mm(input, weight.t()) without a bias; the input has two dimensions.
-// Next edges: input, weight, bias. Its formulas are autograd's own for addmm and mm, so the bits are too.
+// The backward of one linear whose weight gradient may wait for W: of out = addmm(bias, input, weight.t()), or
+// mm(input, weight.t()) without a bias; the input has two dimensions. Next edges: input, weight, bias. Its formulas are
+// autograd's own for addmm and mm, so the bits are too.
 class LinearNode final : public Node {
  public:
   LinearNode(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
@@ -95,7 +93,6 @@ class LinearNode final : public Node {
 at::Tensor weight_gradient(const at::Tensor& input, const at::Tensor& gradient, bool by_rows);
 
 // The weight gradients of one microbatch of one stage, between its F, its I and its W.
-
 // F: every linear becomes a LinearNode, whole. When F has ended, the graph tells which weights reach it by linears
 // alone; these linears are deferred. I queues their inputs and output gradients; W computes, and enters the graph at
 // the weights. (A linear that makes another's weight is whole: W comes to it through that weight.) Nothing is

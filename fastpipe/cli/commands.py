@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -269,45 +270,36 @@ def plot(arguments: argparse.Namespace) -> None:
     beside = arguments.against is not None
     timeline = work.timeline_of(arguments, share=beside)
     against = work.timeline_of(arguments, arguments.against, share=True) if beside else None
-    path = _path(arguments, timeline)
-    with output.progress("drawing"), output.writing(path):
-        visualize.plot(
-            timeline,
-            path,
-            against=against,
-            title=arguments.title,
-            width=arguments.width,
-            transfers=arguments.transfers,
-            critical_path=arguments.critical_path,
-        )
-    _say(arguments, timeline, path)
+    draw = partial(
+        visualize.plot,
+        against=against,
+        title=arguments.title,
+        width=arguments.width,
+        transfers=arguments.transfers,
+        critical_path=arguments.critical_path,
+    )
+    _write(arguments, timeline, "drawing", draw)
 
 
 def html(arguments: argparse.Namespace) -> None:
     """Write the interactive page."""
-    timeline = work.timeline_of(arguments)
-    path = _path(arguments, timeline)
-    with output.progress("writing the page"), output.writing(path):
-        visualize.to_html(timeline, path)
-    _say(arguments, timeline, path)
+    _write(arguments, work.timeline_of(arguments), "writing the page", visualize.to_html)
 
 
 def trace(arguments: argparse.Namespace) -> None:
     """Write the Chrome trace."""
-    timeline = work.timeline_of(arguments)
-    path = _path(arguments, timeline)
-    with output.progress("writing the trace"), output.writing(path):
-        visualize.to_chrome_trace(timeline, path)
-    _say(arguments, timeline, path)
+    _write(arguments, work.timeline_of(arguments), "writing the trace", visualize.to_chrome_trace)
 
 
-def _path(arguments: argparse.Namespace, timeline: Timeline) -> Path:
+def _write(
+    arguments: argparse.Namespace, timeline: Timeline, what: str, write: Callable[[Timeline, Path], object]
+) -> None:
+    """Write a timeline into the file that the arguments name, and say so."""
     program = timeline.program
     name = program.name.replace("/", "_")  # of a file that may come from anywhere: it names no folder
-    return Path(arguments.output or f"{name}-{program.num_ranks}x{program.num_microbatches}{arguments.suffix}")
-
-
-def _say(arguments: argparse.Namespace, timeline: Timeline, path: Path) -> None:
+    path = Path(arguments.output or f"{name}-{program.num_ranks}x{program.num_microbatches}{arguments.suffix}")
+    with output.progress(what), output.writing(path):
+        write(timeline, path)
     if arguments.json:
         output.document(
             {

@@ -24,7 +24,6 @@ from fastpipe import native_plan
 from fastpipe.native_plan import loaded
 from fastpipe.planner.tasks import NO_TASK, SLACK, Floats, Ints, Tasks
 
-T = TypeVar("T")
 R = TypeVar("R")
 _NEVER = float("inf")
 
@@ -75,16 +74,16 @@ def items_a_worker(count: int) -> int:
 
 
 @contextmanager
-def parallel_map(call: Callable[[T], R], items: Sequence[T], clock: Clock) -> Iterator[Iterator[R]]:
-    """The answers for all items, in their order: by several threads where the library, which releases the GIL, does
+def in_parallel(calls: Sequence[Callable[[], R]], clock: Clock) -> Iterator[Iterator[R]]:
+    """The answers of all calls, in their order: by several threads where the library, which releases the GIL, does
     the work. What an answer is does not depend on it. An exception here, Ctrl-C among them, stops the clock, so that
     the calls end soon."""
-    workers = min(len(items), _workers())
+    workers = min(len(calls), _workers())
     if workers < 2:
-        yield map(call, items)
+        yield (call() for call in calls)
         return
     with ThreadPoolExecutor(workers, "fastpipe-plan") as threads:
-        futures = [threads.submit(call, item) for item in items]
+        futures = [threads.submit(call) for call in calls]
         try:
             yield (future.result() for future in futures)
         except BaseException:  # raised again

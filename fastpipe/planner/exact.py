@@ -15,7 +15,7 @@ wait for their receive to be posted, so an order is kept only if it is shorter a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import inf, lcm
@@ -107,7 +107,7 @@ def lifetimes(tasks: Tasks) -> list[list[tuple[int, int, int]]]:
     return found
 
 
-def by_start(mine: Sequence[int], starts: Any, length: Sequence[int]) -> list[int]:
+def by_start(mine: Sequence[int], starts: Mapping[int, int], length: Sequence[int]) -> list[int]:
     """Tasks of a rank in the order of their starts; of those without length, what comes first in its line first."""
     return sorted(mine, key=lambda task: (starts[task], length[task], task))
 
@@ -127,12 +127,23 @@ def solve(problem: Problem, setting: Setting, known: float, seconds: float = SEC
         ImportError: without OR-Tools.
         ValueError: for costs without a common unit, or stages that recompute.
     """
-    model_of = import_cp_model()
+    cp_model = import_cp_model()
     refuse_recompute(setting)
     work = unordered(setting.placement, setting.num_microbatches)
     tasks = tasks_of(work, setting.cost, setting.counted, setting.limit, setting.begun)
-    order, least = _Builder(model_of, IntegerTasks(tasks, problem.span)).solve(known, seconds)
-    return None if order is None else tasks.ordered(order, "plan"), least
+    case = IntegerTasks(tasks, problem.span)
+    model, starts, objective = _whole_model(cp_model, case)
+    model.add(objective <= round(known / float(case.unit)) - 1)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 8
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None, known if status == cp_model.INFEASIBLE else 0.0
+    values = {task: solver.value(start) for task, start in starts.items()}
+    order = [task for mine in case.ranks(tasks.start) for task in by_start(mine, values, case.length)]
+    least = solver.value(objective) if status == cp_model.OPTIMAL else 0
+    return tasks.ordered(np.array(order, dtype=np.int32), "plan"), float(least * case.unit)
 
 
 class IntegerTasks:
@@ -159,66 +170,62 @@ class IntegerTasks:
             yield order[slice(*self.tasks.first[rank : rank + 2])].tolist()
 
 
-class _Builder:
-    """The constraints of one placement."""
+def _whole_model(cp_model: Any, case: IntegerTasks) -> tuple[Any, dict[int, Any], Any]:
+    """The constraints of one placement, with the start of every task and the objective."""
+    model, ranks = cp_model.CpModel(), list(case.ranks(case.tasks.start))
+    horizon = sum(case.length) + sum(seconds for edges in case.sources for _, seconds in edges)
+    starts = {task: model.new_int_var(0, horizon, f"start {task}") for task in range(len(case.tasks))}
+    objective = model.new_int_var(0, horizon, "objective")
+    _add_order(model, case, ranks, starts)
+    none = [False] * len(starts)
+    _add_memory(model, case, starts, none, none, horizon)
+    for mine in ranks:
+        begin = model.new_int_var(0, 0 if not case.span else sum(case.length), "")
+        if case.span:
+            model.add_min_equality(begin, [starts[task] for task in mine])
+        for task in mine:
+            model.add(objective >= starts[task] + case.length[task] - begin)
+    model.minimize(objective)
+    return model, starts, objective
 
-    def __init__(self, cp_model: Any, case: IntegerTasks) -> None:
-        self.cp, self.case, self.model = cp_model, case, cp_model.CpModel()
-        self.ranks = list(case.ranks(case.tasks.start))
-        horizon = sum(case.length) + sum(seconds for edges in case.sources for _, seconds in edges)
-        new, fixed = self.model.new_int_var, self.model.new_fixed_size_interval_var
-        self.starts = [new(0, horizon, f"start {task}") for task in range(len(case.tasks))]
-        self.intervals = [fixed(s, n, "") for s, n in zip(self.starts, case.length, strict=True)]
-        self.objective = new(0, horizon, "objective")
-        self._order()
-        self._memory(horizon)
-        self._measure()
 
-    def _end(self, task: int) -> Any:
-        return self.starts[task] + self.case.length[task]
+def _add_order(model: Any, case: IntegerTasks, ranks: Sequence[Sequence[int]], starts: Mapping[int, Any]) -> None:
+    """Each task comes after what it waits for among those that have a start, and a rank runs one at a time."""
+    for earlier, later in case.tasks.local.tolist():
+        if earlier in starts and later in starts:
+            model.add(starts[later] >= starts[earlier] + case.length[earlier])
+    for task in starts:
+        for source, seconds in case.sources[task]:
+            if source in starts:
+                model.add(starts[task] >= starts[source] + case.length[source] + seconds)
+    for mine in ranks:
+        model.add_no_overlap([model.new_fixed_size_interval_var(starts[task], case.length[task], "") for task in mine])
 
-    def _order(self) -> None:
-        for earlier, later in self.case.tasks.local.tolist():
-            self.model.add(self.starts[later] >= self._end(earlier))
-        for task, sources in enumerate(self.case.sources):
-            for source, seconds in sources:
-                self.model.add(self.starts[task] >= self._end(source) + seconds)
-        for mine in self.ranks:
-            self.model.add_no_overlap([self.intervals[task] for task in mine])
 
-    def _memory(self, horizon: int) -> None:
-        """From the start of F to the end of its W."""
-        for held in self.case.lifetimes:
-            intervals = []
-            for first, last, _ in held:
-                length = self.model.new_int_var(0, horizon, "")
-                intervals.append(self.model.new_interval_var(self.starts[first], length, self._end(last), ""))
-            self.model.add_cumulative(intervals, [size for *_, size in held], FULL)
-
-    def _measure(self) -> None:
-        """The objective is at least every rank's measure."""
-        for mine in self.ranks:
-            begin = self.model.new_int_var(0, 0 if not self.case.span else sum(self.case.length), "")
-            if self.case.span:
-                self.model.add_min_equality(begin, [self.starts[task] for task in mine])
-            for task in mine:
-                self.model.add(self.objective >= self._end(task) - begin)
-        self.model.minimize(self.objective)
-
-    def solve(self, known: float, seconds: float) -> tuple[Ints | None, float]:
-        """An order shorter than what is known, and the seconds that none is below; 0 where that is not settled."""
-        unit = self.case.unit
-        self.model.add(self.objective <= round(known / float(unit)) - 1)
-        solver = self.cp.CpSolver()
-        solver.parameters.max_time_in_seconds = seconds
-        solver.parameters.num_workers = 8
-        status = solver.solve(self.model)
-        if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
-            return None, known if status == self.cp.INFEASIBLE else 0.0
-        starts = [solver.value(start) for start in self.starts]
-        order = [task for mine in self.ranks for task in by_start(mine, starts, self.case.length)]
-        least = solver.value(self.objective) if status == self.cp.OPTIMAL else 0
-        return np.array(order, dtype=np.int32), float(least * unit)
+def _add_memory(
+    model: Any,
+    case: IntegerTasks,
+    starts: Mapping[int, Any],
+    before: Sequence[bool],
+    behind: Sequence[bool],
+    never: int,
+) -> None:
+    """From the start of F to the end of its W; what begins before the tasks with a start, or ends behind them, is held
+    to their edge."""
+    for lives_of_rank in case.lifetimes:
+        held, intervals, sizes = 0, [], []
+        for taker, giver, size in lives_of_rank:
+            if behind[taker] or before[giver]:
+                continue
+            if before[taker] and behind[giver]:
+                held += size
+                continue
+            begin = starts.get(taker, 0)
+            end = starts[giver] + case.length[giver] if giver in starts else never
+            intervals.append(model.new_interval_var(begin, model.new_int_var(0, never, ""), end, ""))
+            sizes.append(size)
+        if held + sum(sizes) > FULL:
+            model.add_cumulative(intervals, sizes, FULL - held)
 
 
 def improve_by_windows(
@@ -375,8 +382,9 @@ def solve_window(cp_model: Any, window: Window, work: float, clock: Clock) -> tu
         task: model.new_int_var(window.release[task], window.release[task] + room, "")
         for task, room in zip(inside, slack, strict=True)
     }
-    _add_order(model, window, starts)
-    _add_memory(model, window, starts)
+    _add_order(model, window.timing.case, window.tasks, starts)
+    never = window.most + max(map(abs, window.tail), default=0)
+    _add_memory(model, window.timing.case, starts, window.before, window.behind, never)
     objective = model.new_int_var(window.least, most, "objective")
     for task in inside:
         model.add(objective >= starts[task] + length[task] + window.tail[task])
@@ -396,35 +404,3 @@ def _solver(cp_model: Any, work: float, clock: Clock) -> Any:
     if clock.limit is not None:
         solver.parameters.max_time_in_seconds = max(0.1, clock.limit - clock.elapsed())
     return solver
-
-
-def _add_order(model: Any, window: Window, starts: dict[int, Any]) -> None:
-    case, length = window.timing.case, window.timing.case.length
-    for earlier, later in case.tasks.local.tolist():
-        if earlier in starts and later in starts:
-            model.add(starts[later] >= starts[earlier] + length[earlier])
-    for task in starts:
-        for source, seconds in case.sources[task]:
-            if source in starts:
-                model.add(starts[task] >= starts[source] + length[source] + seconds)
-    for mine in window.tasks:
-        model.add_no_overlap([model.new_fixed_size_interval_var(starts[task], length[task], "") for task in mine])
-
-
-def _add_memory(model: Any, window: Window, starts: dict[int, Any]) -> None:
-    """From the start of F to the end of its W; what begins before the window or ends behind it is held to its edge."""
-    length, never = window.timing.case.length, window.most + max(map(abs, window.tail), default=0)
-    for lives_of_rank in window.timing.case.lifetimes:
-        held, intervals, sizes = 0, [], []
-        for taker, giver, size in lives_of_rank:
-            if window.behind[taker] or window.before[giver]:
-                continue
-            if window.before[taker] and window.behind[giver]:
-                held += size
-                continue
-            begin = starts.get(taker, 0)
-            end = starts[giver] + length[giver] if giver in starts else never
-            intervals.append(model.new_interval_var(begin, model.new_int_var(0, never, ""), end, ""))
-            sizes.append(size)
-        if held + sum(sizes) > FULL:
-            model.add_cumulative(intervals, sizes, FULL - held)

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastpipe.cost import LARGEST, CostModel, PerLink, found_in, is_cost, parsed, plain
 from fastpipe.partition import partition
-from fastpipe.placement import is_whole
+from fastpipe.placement import check_counts
 
 PerLayer = float | Sequence[float]
 """A number for every layer, or a sequence with one each."""
@@ -68,8 +68,8 @@ class LayerCosts:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             count = plain(getattr(self, name))
-            if count is not None and not is_whole(count, least=1):
-                raise ValueError(f"{name} = {count!r}: give a whole number of at least 1")
+            if count is not None:
+                check_counts(**{name: count})
             object.__setattr__(self, name, count)
         for name in _BY_LAYER:
             object.__setattr__(self, name, _per_layer(name, plain(getattr(self, name)), self.num_layers))

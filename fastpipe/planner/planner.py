@@ -14,7 +14,7 @@ from typing import Any
 
 from fastpipe.cost import CostModel, check_links
 from fastpipe.errors import ScheduleError
-from fastpipe.placement import Placement, is_whole
+from fastpipe.placement import Placement, check_counts, is_whole
 from fastpipe.planner import candidates, engine, search
 from fastpipe.planner.candidates import evaluate
 from fastpipe.planner.engine import Clock
@@ -143,8 +143,7 @@ def _microbatch_counts(problem: Problem, num_microbatches: Any) -> list[int]:
     costs = problem.costs
     batch = costs.batch_size if isinstance(costs, LayerCosts) else None
     if num_microbatches is not None:
-        if not is_whole(num_microbatches, least=1):
-            raise ValueError(f"num_microbatches = {num_microbatches!r}: give a whole number of at least 1")
+        check_counts(num_microbatches=num_microbatches)
         if batch is not None and num_microbatches > batch:
             raise ValueError(
                 f"num_microbatches = {num_microbatches}: a batch_size of {batch} has too few rows; give at most "
@@ -191,9 +190,7 @@ def _problem(
     placement: Any,
     recompute: Any,
 ) -> Problem:
-    for name, value in (("num_ranks", num_ranks), ("max_stages_per_rank", max_stages_per_rank)):
-        if not is_whole(value, least=1):
-            raise ValueError(f"{name} = {value!r}: give a whole number of at least 1")
+    check_counts(num_ranks=num_ranks, max_stages_per_rank=max_stages_per_rank)
     check_size(num_ranks, 1)
     if objective not in OBJECTIVES:
         raise ValueError(f"objective = {objective!r}: use one of {', '.join(OBJECTIVES)}")
@@ -309,8 +306,8 @@ class _Planner:
         ]
         listed: list[Member] = []
         constructions = self._constructions(counts, depths, least=0 if members else 2)
-        construct = partial(search.constructed, self.problem, keep=_KEPT, clock=self.clock)
-        with engine.parallel_map(construct, constructions, self.clock) as answers:
+        calls = [partial(search.constructed, self.problem, one, _KEPT, self.clock) for one in constructions]
+        with engine.in_parallel(calls, self.clock) as answers:
             for one, made in zip(constructions, answers, strict=True):
                 self._say(f"list scheduling on {search.describe(one.setting.placement)}")
                 listed += made

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -206,16 +207,6 @@ def describe(placement: Placement) -> str:
     return f"{placement.name} of {depth}" if placement.num_stages > placement.num_ranks else placement.name
 
 
-class _Annealing(NamedTuple):
-    """How an order is annealed: so many attempts, within so many seconds, from a heat in mean durations of a task."""
-
-    one: Member
-    attempts: int
-    seconds: float
-    hot: float
-    seed: int
-
-
 Bound = Callable[[Setting], float]
 """What no order of a setting is shorter than."""
 
@@ -243,9 +234,10 @@ def anneal(
         jobs = []
         for index, one in enumerate(chosen):
             attempts = int(work * part / len(chosen) / max(1, len(one.tasks)))
-            jobs.append(_Annealing(one, attempts, seconds, hot, seed * 1009 + number * 101 + index))
+            own_seed = seed * 1009 + number * 101 + index
+            jobs.append(partial(_annealed, problem, one, attempts, seconds, hot, own_seed, clock, bound_of))
         ranked = []
-        with engine.parallel_map(lambda job: _annealed(problem, job, clock, bound_of), jobs, clock) as answers:
+        with engine.in_parallel(jobs, clock) as answers:
             for better in answers:
                 ranked.append(better)
                 yield better
@@ -258,9 +250,18 @@ def reaches_bound(value: float, least: float) -> bool:
     return value <= least * (1 + 1e-9)
 
 
-def _annealed(problem: Problem, job: _Annealing, clock: Clock, bound_of: Bound) -> Member:
-    """The order after an annealing, in slices between which the clock is seen: what is late cools down the sooner."""
-    one, attempts, seconds, hot, seed = job
+def _annealed(
+    problem: Problem,
+    one: Member,
+    attempts: int,
+    seconds: float,
+    hot: float,
+    seed: int,
+    clock: Clock,
+    bound_of: Bound,
+) -> Member:
+    """The order after so many attempts within so many seconds, from a heat in mean durations of a task; in slices
+    between which the clock is seen: what is late cools down the sooner."""
     begin, search = clock.elapsed(), None
     slices = min(attempts, _SLICES + int(attempts * len(one.tasks) / _SLICE_WORK))
     scale = float(one.tasks.seconds.mean()) / max(1, slices)

@@ -8,7 +8,7 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -184,24 +184,27 @@ def _local(parts: _Parts, rank_of: Ints, one_route: bool) -> tuple[Ints, Ints]:
             pairs.append(np.stack([lines[:, :-1].ravel(), lines[:, 1:].ravel()], axis=1))
             following[lines[:, :-1]] = lines[:, 1:]
             continue
-        for line in table:
-            tasks = line[line != NO_TASK]
-            for rank in np.unique(rank_of[tasks]).tolist():
-                mine = np.sort(tasks[rank_of[tasks] == rank])
-                pairs.append(np.stack([mine[:-1], mine[1:]], axis=1))
-                following[mine[:-1]] = mine[1:]
+        for mine in _lines(table, rank_of):
+            pairs.append(np.stack([mine[:-1], mine[1:]], axis=1))
+            following[mine[:-1]] = mine[1:]
     # What adds to weights keeps its order, a B among the W too: the last bits of a gradient depend on it.
     mixes = bool((parts.weight != NO_TASK).any() and (parts.weight == NO_TASK).any())
-    for line in np.where(parts.weight != NO_TASK, parts.weight, parts.backward) if mixes else ():
-        tasks = line[line != NO_TASK]
-        for rank in np.unique(rank_of[tasks]).tolist():
-            mine = np.sort(tasks[rank_of[tasks] == rank])
-            mixed = parts.is_weight[mine[:-1]] != parts.is_weight[mine[1:]]
-            pairs.append(np.stack([mine[:-1], mine[1:]], axis=1)[mixed])
+    adding = np.where(parts.weight != NO_TASK, parts.weight, parts.backward)
+    for mine in _lines(adding, rank_of) if mixes else ():
+        mixed = parts.is_weight[mine[:-1]] != parts.is_weight[mine[1:]]
+        pairs.append(np.stack([mine[:-1], mine[1:]], axis=1)[mixed])
     for before, after in ((parts.forward, parts.backward), (parts.backward, parts.weight)):
         known = (before != NO_TASK) & (after != NO_TASK)
         pairs.append(np.stack([before[known], after[known]], axis=1))
     return np.concatenate(pairs), following
+
+
+def _lines(table: Ints, rank_of: Ints) -> Iterator[Ints]:
+    """Of every stage and rank, the tasks of a table in the order of the rank."""
+    for line in table:
+        tasks = line[line != NO_TASK]
+        for rank in np.unique(rank_of[tasks]).tolist():
+            yield np.sort(tasks[rank_of[tasks] == rank])
 
 
 def held_peaks(schedule: Schedule, held: Sequence[float], kept: Sequence[float] | None = None) -> list[float]:

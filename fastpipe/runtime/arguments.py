@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fastpipe.hardware_queues import queues_in_force
 from fastpipe.machine import Lanes
-from fastpipe.placement import is_whole
+from fastpipe.placement import check_counts, is_whole
 from fastpipe.runtime.common import check_grad_dtype
 from fastpipe.runtime.model import Policy, Stages, check_policy
 from fastpipe.runtime.stage import ContextFactory, Stage, check_contexts
@@ -83,10 +83,8 @@ class ScheduleArguments:
         ranks = self.stage_to_rank
         if ranks is not None and not (_is_list(ranks) and all(is_whole(rank) for rank in ranks)):
             raise ValueError(f"stage_to_rank = {ranks!r}: give a list with the rank of every stage")
-        if self.num_microbatches is not None and not is_whole(self.num_microbatches, 1):
-            raise ValueError(f"num_microbatches = {self.num_microbatches!r}: give a whole number of at least 1")
-        if self.stages_per_rank is not None and not is_whole(self.stages_per_rank, 1):
-            raise ValueError(f"stages_per_rank = {self.stages_per_rank!r}: give a whole number of at least 1")
+        counts = {"num_microbatches": self.num_microbatches, "stages_per_rank": self.stages_per_rank}
+        check_counts(**{name: count for name, count in counts.items() if count is not None})
         if isinstance(self.recv_lookahead, bool):
             raise ValueError(f"recv_lookahead = {self.recv_lookahead}: give a whole number, or 'all'")
         if isinstance(self.schedule_options, Mapping) and not all(isinstance(k, str) for k in self.schedule_options):
@@ -103,8 +101,7 @@ class ScheduleArguments:
             return num_processes
         if self.num_ranks not in (None, wanted):
             raise ValueError(f"num_ranks = {self.num_ranks}: the schedule given has {wanted} ranks; leave it out")
-        if not is_whole(wanted, 1):
-            raise ValueError(f"num_ranks = {wanted!r}: give a whole number of at least 1")
+        check_counts(num_ranks=wanted)
         if num_processes > 1 and wanted != num_processes:
             raise ValueError(
                 f"num_ranks = {wanted}: the group has {num_processes} processes, each one rank; start {wanted} "

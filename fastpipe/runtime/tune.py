@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from fastpipe.cost import CostModel
-from fastpipe.placement import is_whole
+from fastpipe.placement import check_counts
 from fastpipe.planner import LayerCosts, Plan
 from fastpipe.program import Op
 from fastpipe.runtime.common import (
@@ -284,8 +284,7 @@ def profile(
 
 
 def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) -> Reply:
-    if not is_whole(num_steps, least=1):
-        raise ValueError(f"num_steps = {num_steps!r}: give a whole number of at least 1")
+    check_counts(num_steps=num_steps)
     if any(isinstance(value, Iterator) for value in inputs):
         raise ValueError("profile runs several steps on one batch: give whole batches or lists, not iterators")
     for stage in steps.stages if by_layer else ():

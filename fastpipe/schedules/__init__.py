@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fastpipe.placement import check_counts
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import (
     building_block,
@@ -29,7 +30,6 @@ from fastpipe.schedules import (
 )
 from fastpipe.schedules.family import IGNORED_COSTS as IGNORED_COSTS
 from fastpipe.schedules.family import Family as Family
-from fastpipe.schedules.family import check_counts
 from fastpipe.schedules.family import check_size as check_size
 
 FAMILIES: dict[str, Family] = {
@@ -81,7 +81,7 @@ def make_schedule(name: str, *, num_ranks: int, num_microbatches: int, **options
         ValueError: for an unknown name or option, or numbers outside the schedule's limits; it says which are.
     """
     family = find(name)
-    check_counts(num_ranks, num_microbatches)
+    check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     return family.make(int(num_ranks), int(num_microbatches), options)
 
 

@@ -82,13 +82,6 @@ _MAX_FORWARDS = 100_000_000
 """Of all ranks; a schedule of so many takes some 10 GB."""
 
 
-def check_counts(num_ranks: Any, num_microbatches: Any) -> None:
-    """Refuse numbers of ranks and microbatches that no schedule takes."""
-    for name, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
-        if not is_count(value):
-            raise ValueError(f"{name} = {value!r}: give a whole number of at least 1")
-
-
 def check_size(num_ranks: int, num_microbatches: int, stages_per_rank: Any = 1) -> None:
     """Refuse a schedule whose actions memory cannot hold."""
     if num_ranks > _MAX_RANKS:
@@ -104,11 +97,6 @@ def check_size(num_ranks: int, num_microbatches: int, stages_per_rank: Any = 1) 
 def is_count(value: Any) -> bool:
     """Whether it is a whole number of at least 1."""
     return is_whole(value, least=1)
-
-
-def is_bool(value: Any) -> bool:
-    """Whether it is True or False."""
-    return isinstance(value, bool)
 
 
 PerRank = float | Sequence[float]

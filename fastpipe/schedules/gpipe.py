@@ -8,7 +8,7 @@ import numpy as np
 
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
-from fastpipe.schedules.family import Family, Option, is_bool
+from fastpipe.schedules.family import Family, Option
 from fastpipe.schedules.interleaved import STAGES_PER_RANK
 from fastpipe.schedules.words import Stream, spell, stream
 
@@ -40,7 +40,11 @@ GPIPE = Family(
     "all forwards, then all backwards",
     "any ranks and microbatches",
     generate,
-    {"reverse_backward": Option(False, "True or False: the last microbatch's backward first", is_bool)},
+    {
+        "reverse_backward": Option(
+            False, "True or False: the last microbatch's backward first", lambda value: isinstance(value, bool)
+        )
+    },
 )
 LOOPED_BFS = Family(
     "looped_bfs",

@@ -31,9 +31,8 @@ def generate(
 ) -> Schedule:
     """Group by group, local stage by local stage; the backward with the local stages reversed."""
     groups = microbatch_groups(num_ranks, num_microbatches, microbatch_group_size)
-    chunked, total = (stages_per_rank - 1) * len(groups[0]), stages_per_rank * num_microbatches
 
-    def word(rank: int) -> Blocks:
+    def word(rank: int, chunked: int, total: int) -> Blocks:
         return alternate("F B", 2 * (num_ranks - 1 - rank) + chunked, total)
 
     return _interleave("interleaved_1f1b", num_ranks, stages_per_rank, groups, word)
@@ -44,9 +43,8 @@ def generate_overlap(
 ) -> Schedule:
     """Interleaved 1F1B with one more forward in the warm-up, and fused pairs after it."""
     groups = microbatch_groups(num_ranks, num_microbatches, microbatch_group_size)
-    chunked, total = (stages_per_rank - 1) * len(groups[0]), stages_per_rank * num_microbatches
 
-    def word(rank: int) -> Blocks:
+    def word(rank: int, chunked: int, total: int) -> Blocks:
         return alternate("F&B", 2 * (num_ranks - 1 - rank) + chunked + 1, total)
 
     return _interleave("interleaved_overlap", num_ranks, stages_per_rank, groups, word)
@@ -57,9 +55,8 @@ def generate_zb(
 ) -> Schedule:
     """Half the warm-up of interleaved 1F1B, I for B, and a W after each I from the (r+1)-th on."""
     groups = microbatch_groups(num_ranks, num_microbatches, microbatch_group_size)
-    chunked, total = (stages_per_rank - 1) * len(groups[0]), stages_per_rank * num_microbatches
 
-    def word(rank: int) -> Blocks:
+    def word(rank: int, chunked: int, total: int) -> Blocks:
         warmup = min(num_ranks - 1 - rank + chunked, total)
         return [("F", warmup), *delayed_weights("F I", "F I W", total - warmup, warmup, rank)]
 
@@ -67,16 +64,21 @@ def generate_zb(
 
 
 def _interleave(
-    name: str, num_ranks: int, stages_per_rank: int, groups: Sequence[range], word: Callable[[int], Blocks]
+    name: str, num_ranks: int, stages_per_rank: int, groups: Sequence[range], word: Callable[[int, int, int], Blocks]
 ) -> Schedule:
-    """Spell every rank's word over the streams of grouped microbatches."""
+    """Spell every rank's word over the streams of grouped microbatches.
+
+    Args:
+        word: of a rank, the forwards of the first group before its last local stage, and the number of all forwards.
+    """
     chunks, microbatches = grouped(stages_per_rank, groups)
+    chunked, total = (stages_per_rank - 1) * len(groups[0]), stages_per_rank * groups[-1].stop
     columns = []
     for rank in range(num_ranks):
         forward = Stream(chunks * np.int32(num_ranks) + np.int32(rank), microbatches)
         last = np.int32((stages_per_rank - 1) * num_ranks + rank)
         backward = Stream(last - chunks * np.int32(num_ranks), microbatches)
-        columns.append(spell(word(rank), [forward], [backward]))
+        columns.append(spell(word(rank, chunked, total), [forward], [backward]))
     return Schedule(name, Placement.loop(num_ranks, stages_per_rank), groups[-1].stop, columns)
 
 

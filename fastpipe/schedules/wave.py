@@ -30,7 +30,7 @@ from fastpipe.schedules.rounds import (
     shortest,
     spread_of,
 )
-from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Beam, Job, Model, Rule, Starts, compact, slack
+from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, Model, Rule, Starts, beam, compact, slack
 
 FORMS = ("auto", "compact", "slack", "even")
 _TICKS = 120_000
@@ -157,7 +157,7 @@ def _beamed(wave: _Wave, known: Starts) -> Starts:
     for width in _WIDTHS:
         least = target = wave.fewest_slots
         while least < known.length and budget:
-            found, budget = Beam(job, width).search(target, budget)
+            found, budget = beam(job, width, target, budget)
             if found is None:
                 least = target + 1
             else:

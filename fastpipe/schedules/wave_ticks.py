@@ -201,29 +201,22 @@ class _Beam(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class Beam:
-    """A search with so many beginnings a tick."""
+def beam(job: Job, width: int, length: int, budget: int) -> tuple[Starts | None, int]:
+    """Look for starts that take ``length`` slots at most, with ``width`` beginnings a tick.
 
-    job: Job
-    width: int
-
-    def search(self, length: int, budget: int) -> tuple[Starts | None, int]:
-        """Look for starts that take ``length`` slots at most.
-
-        Returns:
-            The starts, or None where it found none; and what is left of the budget.
-        """
-        if native_plan.library() is not None:
-            job, total, left = self.job, sum(self.job.groups), ctypes.c_int64(budget)
-            given = _Beam(job.num_ranks, job.num_rounds, total, self.width, job.limit)
-            ticks, keys = (np.empty(2 * job.num_rounds * total, dtype=kind) for kind in (np.int64, np.int32))
-            places = ctypes.addressof(left), ticks.ctypes.data, keys.ctypes.data
-            done = native_plan.loaded().fastpipe_plan_beam(ctypes.addressof(given), length, *places)
-            if not is_found(done):
-                return None, left.value
-            return _starts(job, list(zip(ticks.tolist(), keys.tolist(), strict=True)), done), left.value
-        return _Search(self, length).run(budget)
+    Returns:
+        The starts, or None where it found none; and what is left of the budget.
+    """
+    if native_plan.library() is None:
+        return _Search(job, width, length).run(budget)
+    total, left = sum(job.groups), ctypes.c_int64(budget)
+    given = _Beam(job.num_ranks, job.num_rounds, total, width, job.limit)
+    ticks, keys = (np.empty(2 * job.num_rounds * total, dtype=kind) for kind in (np.int64, np.int32))
+    places = ctypes.addressof(left), ticks.ctypes.data, keys.ctypes.data
+    done = native_plan.loaded().fastpipe_plan_beam(ctypes.addressof(given), length, *places)
+    if not is_found(done):
+        return None, left.value
+    return _starts(job, list(zip(ticks.tolist(), keys.tolist(), strict=True)), done), left.value
 
 
 class _Beginning:
@@ -246,9 +239,9 @@ class _Beginning:
 class _Search:
     """One search; `csrc/plan/rounds.cpp` does the same sooner."""
 
-    def __init__(self, beam: Beam, length: int) -> None:
-        self.job = job = beam.job
-        self.width, self.num_ranks, self.half, self.total = beam.width, job.num_ranks, job.num_rounds, sum(job.groups)
+    def __init__(self, job: Job, width: int, length: int) -> None:
+        self.job, self.width = job, width
+        self.num_ranks, self.half, self.total = job.num_ranks, job.num_rounds, sum(job.groups)
         self.kinds, self.room = 2 * self.half, job.limit // 2
         self.ticks = (length - self.num_ranks + 1) // 2
         self.last_input = (length - 2 * self.num_ranks - 1) // 2

@@ -19,7 +19,7 @@ from fastpipe.runtime.common import bytes_of, decoded, digest_of, encoded, keep_
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.model import NamedTensor, Tie, TiedWeights, whole
 from fastpipe.runtime.pipeline import Pipeline, StepResult
-from fastpipe.runtime.stage import PER_MICROBATCH
+from fastpipe.runtime.stage import PER_MICROBATCH, Generators
 from fastpipe.runtime.step import GradNorms, Norm
 from fastpipe.testing.reference import Reference, reference_step, ties_in
 
@@ -136,16 +136,11 @@ def compared(
     kinds = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (found, expected)]
     if kinds[0] != kinds[1]:
         return [Difference(what, name, stage, note=f"{kinds[0]} instead of {kinds[1]}")]
-    if same_bytes(found, expected):
+    if torch.equal(bytes_of(found), bytes_of(expected)):  # of NaN, too
         return []
     relative, ulps = measured(found, expected)
     note = "only the signs of zeros" if ulps == 0 else "" if math.isfinite(relative) else "not finite"
     return [Difference(what, name, stage, relative, ulps, note)]
-
-
-def same_bytes(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape are bit-identical, NaN included."""
-    return torch.equal(*(bytes_of(tensor) for tensor in (found, expected)))
 
 
 def measured(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
@@ -275,7 +270,7 @@ def _check(
         """Copy the batch, so that the user's tensors get no gradients."""
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise ValueError(f"batch is a {type(batch).__name__}: give (input, target); the target may be None")
-        copies.extend(_copy((batch, dict(kwargs))) for _ in range(2))
+        copies.extend(pytree.tree_map(_copied, (batch, dict(kwargs))) for _ in range(2))
         return {}
 
     all_gather("check_parity", take_batch)
@@ -498,12 +493,8 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if gather is None else gather()
 
 
-def _copy(value: Any) -> Any:
-    """Copy a tree of tensors; leaves of the graph stay leaves."""
-    return pytree.tree_map(_copied, value)
-
-
 def _copied(leaf: Any) -> Any:
+    """A copy of a tensor, in which a leaf of the graph stays one; any other value itself."""
     if isinstance(leaf, Iterator):
         raise ValueError("batch has an iterator, which can be read only once: give whole batches or lists")
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
@@ -520,11 +511,12 @@ def _restored(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[], 
     modules = {id(m): m for m in [*held, *([] if model is None else [model])]}.values()
     grads = [(p, p.grad) for module in modules for p in module.parameters()]
     restore_state = keep_state(modules)
-    generators, step_count = _generators(pipe.device), pipe.step_count
+    generators, step_count = Generators(pipe.device), pipe.step_count
+    states = generators.states()
 
     def rewind() -> bool:
-        drew = not all(map(torch.equal, generators, _generators(pipe.device)))
-        _set_generators(pipe.device, generators)
+        drew = not generators.match(states)
+        generators.restore(states)
         restore_state()
         return drew
 
@@ -540,13 +532,3 @@ def _restored(pipe: Pipeline, model: nn.Module | None) -> Iterator[Callable[[], 
         pipe.step_count = step_count
         for parameter, grad in grads:
             parameter.grad = grad
-
-
-def _generators(device: torch.device) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def _set_generators(device: torch.device, states: Sequence[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

@@ -23,11 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fastpipe.cost import CostModel, check_links
-from fastpipe.placement import Placement, is_whole
+from fastpipe.placement import Placement, check_counts, is_whole
 from fastpipe.schedule import Schedule
 from fastpipe.theory.chains import Actions, Chains, RankView, rank_views
+from fastpipe.theory.closed_forms import MEASURES as MEASURES
+from fastpipe.theory.closed_forms import check_measure
 
-MEASURES = ("makespan", "span")
 Memory = float | Sequence[float] | None
 """Live stage activations of a rank (bytes, if asked for): for every rank, or one per rank; None for no limit."""
 
@@ -83,7 +84,7 @@ def bounds(
         ValueError: for numbers that do not fit together; it says which.
     """
     cost = _cost(cost)
-    _check_measure(measure)
+    check_measure(measure)
     if not isinstance(work, Schedule | Placement):
         raise TypeError(f"work: expected a Schedule or a Placement, found {type(work).__name__}")
     check_links(cost, work.num_ranks)
@@ -165,11 +166,6 @@ def _held(views: Sequence[RankView]) -> Bound:
     )
 
 
-def _check_measure(measure: str) -> None:
-    if measure not in MEASURES:
-        raise ValueError(f"measure = {measure!r}: use one of {', '.join(MEASURES)}")
-
-
 def _most(values: object) -> float:
     return max(values, default=float("-inf"))  # type: ignore[call-overload, no-any-return]
 
@@ -203,7 +199,7 @@ def any_placement_bounds(
         ValueError: for numbers that do not fit together; it says which.
     """
     cost = _cost(cost)
-    _check_measure(measure)
+    check_measure(measure)
     m = _microbatches(num_microbatches)
     if not (is_whole(num_ranks, least=1) and is_whole(num_stages, least=num_ranks)):
         raise ValueError(f"num_ranks = {num_ranks!r}, num_stages = {num_stages!r}: give each rank a stage at least")
@@ -250,8 +246,7 @@ def _shortest_hop(cost: CostModel, p: int) -> float:
 
 
 def _microbatches(count: int | None) -> int:
-    if not is_whole(count, least=1):
-        raise ValueError(f"num_microbatches = {count!r}: give a whole number of at least 1")
+    check_counts(num_microbatches=count)
     return int(count)  # type: ignore[arg-type]
 
 

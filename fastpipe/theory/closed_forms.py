@@ -9,6 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+MEASURES = ("makespan", "span")
+
+
+def check_measure(measure: str) -> None:
+    """Refuse what is no measure."""
+    if measure not in MEASURES:
+        raise ValueError(f"measure = {measure!r}: use one of {', '.join(MEASURES)}")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -123,7 +131,7 @@ _V_HALF = Formula(
     _v_block(_half, lambda p: 0),
     f"p >= 3, {_TWICE}",
     lambda x: x.p >= 3 and _equal_twice(x),
-    f"{_MEMORY}",
+    _MEMORY,
 )
 _V_MIN = Formula(
     _v_block(_third, lambda p: 2 if p % 3 == 2 else 0),

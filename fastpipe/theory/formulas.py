@@ -20,10 +20,10 @@ from numbers import Real
 from sys import float_info
 from typing import Any
 
-from fastpipe.placement import is_whole
-from fastpipe.theory.closed_forms import BUBBLES, PEAKS, Case, Formula, mean_busy
+from fastpipe.placement import check_counts, is_whole
+from fastpipe.theory.closed_forms import BUBBLES, PEAKS, Case, Formula, check_measure, mean_busy
+from fastpipe.theory.closed_forms import MEASURES as MEASURES
 
-MEASURES = ("makespan", "span")
 FORMS = ("fraction", "seconds", "total")
 
 _OPEN = {
@@ -110,8 +110,7 @@ def bubble_formula(name: str, measure: str = "makespan") -> Formula:
     Raises:
         ValueError: where none is known.
     """
-    if measure not in MEASURES:
-        raise ValueError(f"measure = {measure!r}: use one of {', '.join(MEASURES)}")
+    check_measure(measure)
     if (name, measure) not in BUBBLES:
         raise _unknown(name, f"bubble by {measure}", (known for known, by in BUBBLES if by == measure))
     return BUBBLES[name, measure]
@@ -308,8 +307,7 @@ def wave_bubble_bound(
         raise ValueError(
             f"stages_per_rank = {stages_per_rank}: the closed form is for even numbers; see fastpipe.bounds"
         )
-    if measure not in MEASURES:
-        raise ValueError(f"measure = {measure!r}: use one of {', '.join(MEASURES)}")
+    check_measure(measure)
     p, stages = num_ranks, num_ranks * stages_per_rank
     before, after = p - 1 + max(0, stages - live), stages + p - 2 * live
     return unit * (before + max(0, after) if measure == "makespan" else max(0, before + after, stages - live))
@@ -358,8 +356,7 @@ def _check_numbers(**numbers: Any) -> None:
     """Refuse, by name, what is no count where one is meant, and what is no finite number of at least 0 elsewhere."""
     for what, number in numbers.items():
         if what in _COUNTS:
-            if not is_whole(number, least=1):
-                raise ValueError(f"{what} = {number!r}: give a whole number of at least 1")
+            check_counts(**{what: number})
         elif not _is_finite(number) or number < 0:
             raise ValueError(f"{what} = {number!r}: {_OTHERS.get(what, 'costs are finite numbers of at least 0')}")
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fastpipe.action import NONE, ActionKind
 from fastpipe.dependencies import Event, needs, produces
-from fastpipe.program import COMPUTE_OPS, ChannelKind, Op, Program
-from fastpipe.timeline import Messages, Timeline
+from fastpipe.program import ChannelKind, Op, Program
+from fastpipe.timeline import Messages, Timeline, values_at
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
-_LAST_COMPUTE = max(COMPUTE_OPS)  # they come first
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +53,9 @@ class Bars:
         return int(self.start.size)
 
     @property
-    def fused(self) -> npt.NDArray[np.bool_]:
+    def fused(self) -> Bools:
         """Which are pairs of a forward and a backward run as one."""
-        fused: npt.NDArray[np.bool_] = self.op == Op.OVERLAP_F_B
+        fused: Bools = self.op == Op.OVERLAP_F_B
         return fused
 
     def of(self, rank: int) -> slice:
@@ -69,10 +66,7 @@ class Bars:
 def bars(timeline: Timeline) -> Bars:
     """The compute of a timeline, ready to be drawn; its start is time 0."""
     program = timeline.program
-    rows = [
-        np.flatnonzero((columns[0] <= _LAST_COMPUTE) & ~np.isnan(starts))
-        for columns, starts in zip(program.columns, timeline.starts, strict=True)
-    ]
+    rows = timeline._compute
     fields = [columns[:5, row] for columns, row in zip(program.columns, rows, strict=True)]
     op, stage, microbatch, pair_stage, pair_microbatch = np.concatenate(fields, axis=1).astype(np.int64)
     counts = [len(row) for row in rows]
@@ -141,7 +135,7 @@ class Transfers:
     channel: Ints
     source: Ints
     destination: Ints
-    is_gradient: npt.NDArray[np.bool_]
+    is_gradient: Bools
     from_stage: Ints
     to_stage: Ints
     microbatch: Ints
@@ -156,37 +150,19 @@ def transfers(timeline: Timeline) -> Transfers:
     """The transfers of a timeline; its start is time 0."""
     program = timeline.program
     found = Messages.of(program)
-    sent = _Places(found.source, found.send, program.num_ranks)
     kinds = np.array([channel.kind for channel in program.channels], dtype=np.int64)
+    stages, microbatches = ([columns[row] for columns in program.columns] for row in (1, 2))
     return Transfers(
         channel=found.channel,
         source=found.source,
         destination=found.destination,
         is_gradient=kinds[found.channel] == ChannelKind.GRADIENT,
-        from_stage=sent.of([columns[1] for columns in program.columns]).astype(np.int64),
-        to_stage=_Places(found.destination, found.post, program.num_ranks)
-        .of([columns[1] for columns in program.columns])
-        .astype(np.int64),
-        microbatch=sent.of([columns[2] for columns in program.columns]).astype(np.int64),
-        start=sent.of(timeline.starts) - timeline.start,
-        end=sent.of(timeline.ends) - timeline.start,
+        from_stage=values_at(stages, found.source, found.send),
+        to_stage=values_at(stages, found.destination, found.post),
+        microbatch=values_at(microbatches, found.source, found.send),
+        start=values_at(timeline.starts, found.source, found.send) - timeline.start,
+        end=values_at(timeline.ends, found.source, found.send) - timeline.start,
     )
-
-
-class _Places:
-    """Takes from one array a rank what stands at (rank, position), for many of them."""
-
-    def __init__(self, rank: Ints, position: Ints, num_ranks: int) -> None:
-        self.position = position
-        order = np.argsort(rank, kind="stable")
-        self.by_rank = np.split(order, np.searchsorted(rank[order], np.arange(1, num_ranks)))
-
-    def of(self, values: Sequence[npt.NDArray[Any]]) -> Floats:
-        """The values, as float64."""
-        found = np.empty(len(self.position))
-        for mine, array in zip(self.by_rank, values, strict=True):
-            found[mine] = array[self.position[mine]]
-        return found
 
 
 def live_activations(drawn: Bars, rank: int) -> tuple[Floats, Ints]:
@@ -217,8 +193,12 @@ def waited_for(drawn: Bars) -> Ints:
     """
     stages, microbatches = drawn.program.num_stages, drawn.program.num_microbatches
     made = np.full((len(Event), stages, microbatches), NONE, dtype=np.int64)
-    parts = {kind: _part(drawn, kind) for kind in _PARTS}
-    for kind, (index, stage, microbatch) in parts.items():
+    parts = {}
+    for kind in _PARTS:
+        index, _, second = of_kind(drawn, Op[kind.name])
+        stage = np.where(second, drawn.pair_stage[index], drawn.stage[index])
+        microbatch = np.where(second, drawn.pair_microbatch[index], drawn.microbatch[index])
+        parts[kind] = index, stage, microbatch
         for event in produces(kind):
             made[event, stage, microbatch] = index
     found = np.full((len(drawn), 3), NONE, dtype=np.int64)
@@ -231,15 +211,13 @@ def waited_for(drawn: Bars) -> Ints:
     return found
 
 
-def _part(drawn: Bars, kind: ActionKind) -> tuple[Ints, Ints, Ints]:
-    """Bar, stage and microbatch of everything of one kind, in whole bars and in fused pairs."""
-    whole = np.flatnonzero(drawn.op == Op[kind.name])
-    pairs = np.flatnonzero(drawn.fused) if kind in (ActionKind.F, ActionKind.B) else whole[:0]
+def of_kind(drawn: Bars, kind: Op) -> tuple[Ints, Bools, Bools]:
+    """The bars of one kind, whole ones and fused pairs; which of them are pairs, and of which it is the backward."""
+    whole = np.flatnonzero(drawn.op == kind)
+    pairs = np.flatnonzero(drawn.fused) if kind in (Op.F, Op.B) else whole[:0]
     index = np.concatenate([whole, pairs])
-    fused = np.arange(len(index)) >= len(whole)
-    second = fused & (kind is ActionKind.B)
-    stage = np.where(second, drawn.pair_stage[index], drawn.stage[index])
-    return index, stage, np.where(second, drawn.pair_microbatch[index], drawn.microbatch[index])
+    is_half = np.arange(len(index)) >= len(whole)
+    return index, is_half, is_half & (kind == Op.B)
 
 
 def limited_by(drawn: Bars, needed: Ints) -> Ints:

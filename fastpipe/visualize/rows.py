@@ -16,7 +16,17 @@ import numpy.typing as npt
 from fastpipe.program import Op
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import canvas, colours
-from fastpipe.visualize.bars import Bars, Floats, Ints, bars, critical_bars, critical_transfers, runs, transfers
+from fastpipe.visualize.bars import (
+    Bars,
+    Floats,
+    Ints,
+    bars,
+    critical_bars,
+    critical_transfers,
+    of_kind,
+    runs,
+    transfers,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -131,11 +141,7 @@ class Panel:
 
     def _parts(self, kind: str) -> Parts:
         drawn = self.bars
-        whole = np.flatnonzero(drawn.op == Op[kind])
-        halves = np.flatnonzero(drawn.fused) if kind in ("F", "B") else whole[:0]
-        index = np.concatenate([whole, halves])
-        is_half = np.arange(len(index)) >= len(whole)
-        is_pair = is_half & (kind == "B")
+        index, is_half, is_pair = of_kind(drawn, Op[kind])
         high = _FILL / drawn.num_tracks
         top = drawn.rank[index] + (1 - _FILL) / 2 + drawn.track[index] * high + np.where(is_pair, high / 2, 0.0)
         return Parts(
@@ -148,9 +154,7 @@ class Panel:
 
     def _boxes(self, index: Ints, low: Reals, high: Reals) -> Floats:
         """Corners in data coordinates: one row a bar."""
-        left, right = self.bars.start[index] * self.scale, self.bars.end[index] * self.scale
-        corners = ((left, low), (right, low), (right, high), (left, high))
-        return np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
+        return _corners(self.bars.start[index] * self.scale, self.bars.end[index] * self.scale, low, high)
 
     def _draw_bars(self, kind: str, parts: Parts) -> None:
         from matplotlib.collections import PolyCollection
@@ -226,15 +230,19 @@ class Panel:
         ends = np.array(runs(drawn, critical_bars(self.timeline, drawn)), dtype=np.int64).reshape(-1, 2)
         left, right = drawn.start[ends[:, 0]] * self.scale, drawn.end[ends[:, 1]] * self.scale
         low = drawn.rank[ends[:, 0]] + (1 - _FILL) / 2
-        high = low + _FILL
         style: dict[str, Any] = {"edgecolors": colours.CRITICAL, "linewidths": 1.6, "gid": "critical-path"}
-        boxes = np.stack([np.stack(c, 1) for c in ((left, low), (right, low), (right, high), (left, high))], 1)
-        self.axes.add_collection(PolyCollection(list(boxes), facecolors="none", **style), autolim=False)
+        boxes = list(_corners(left, right, low, low + _FILL))
+        self.axes.add_collection(PolyCollection(boxes, facecolors="none", **style), autolim=False)
         lines = [
             [(start * self.scale, _edge(source, destination)), (end * self.scale, _edge(destination, source))]
             for source, destination, start, end in critical_transfers(self.timeline)
         ]
         self.axes.add_collection(LineCollection(lines, colors=colours.CRITICAL, linewidths=1.6), autolim=False)
+
+
+def _corners(left: Reals, right: Reals, low: Reals, high: Reals) -> Floats:
+    corners = ((left, low), (right, low), (right, high), (left, high))
+    return np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
 
 
 def _edge(rank: Any, towards: Any) -> Any:

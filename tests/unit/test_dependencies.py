@@ -2,7 +2,7 @@ import pytest
 
 from fastpipe import Action, ActionKind, Placement
 from fastpipe.action import NONE
-from fastpipe.dependencies import Event, feeds, needs, play, produces
+from fastpipe.dependencies import Event, Play, feeds, needs, produces
 
 
 @pytest.mark.parametrize(
@@ -43,18 +43,17 @@ def _orders(*texts: str) -> list[list[Action]]:
 
 
 def test_play_runs_everything_as_early_as_it_can() -> None:
-    played = play(_orders("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), Placement.loop(2), 2)
+    played = Play(_orders("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), Placement.loop(2), 2)
     assert played.starts == [[0, 1, 3, 5], [1, 2, 3, 4]]
     assert not played.stuck
 
 
-def test_play_with_durations() -> None:
-    durations = {ActionKind.F: 1.0, ActionKind.B: 2.0}
-    played = play(_orders("0F0 1F0 (0F1;1B0)OVERLAP_F_B"), Placement.custom([0, 0]), 2, durations)
-    assert played.ends == [[1, 2, 5]]
+def test_play_runs_a_fused_pair_when_both_halves_can() -> None:
+    played = Play(_orders("0F0 (0F1;0B0)OVERLAP_F_B", "1F0 1B0 1F1"), Placement.loop(2), 2)
+    assert played.starts == [[0, 3], [1, 2, 4]]
 
 
 def test_play_says_who_is_stuck_on_what() -> None:
-    played = play(_orders("0F0 0B0 0F1", "1F1 1F0"), Placement.loop(2), 2)
+    played = Play(_orders("0F0 0B0 0F1", "1F1 1F0"), Placement.loop(2), 2)
     assert played.stuck == {0: (1, Event.BACKWARD, 1, 0), 1: (0, Event.FORWARD, 0, 1)}
     assert played.starts == [[0], []]

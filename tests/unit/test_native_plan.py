@@ -82,7 +82,7 @@ def test_transfers_are_proved_beside_what_the_library_proves(monkeypatch: pytest
 
 def check_program(program: Program) -> None:
     channels = range(len(program.channels))
-    assert native_plan.is_valid_program(program, program.channels, list(channels))
+    assert native_plan.is_valid_program(program, list(channels))
     for cost in COSTS:
         for lanes in ("directed", "pair", "group"):
             times = outcome(lambda c=cost, n=lanes: simulate_program(program, c, lanes=n))
@@ -152,7 +152,7 @@ def test_mutated_programs(schedule: Schedule, seed: int) -> None:
     mutated = with_columns(program, mutated_columns(program.columns, 15, seed))
     lanes = list(range(len(program.channels)))
     verdict = in_python(lambda: outcome(lambda: fastpipe.validate_program(mutated)))
-    native = native_plan.is_valid_program(mutated, mutated.channels, lanes)
+    native = native_plan.is_valid_program(mutated, lanes)
     assert native == (not isinstance(verdict, tuple)), verdict
 
 

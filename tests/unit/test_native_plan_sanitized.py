@@ -26,8 +26,8 @@ for schedule in small_schedules():
     for seed in range(20):
         columns = same.mutated_columns(program.columns, 15, seed)
         mutated = with_columns(program, columns)
-        native_plan.is_valid_program(mutated, mutated.channels, lanes)
-        native_plan.simulate(mutated, mutated.channels, lanes, same.COSTS[1])
+        native_plan.is_valid_program(mutated, lanes)
+        native_plan.simulate(mutated, lanes, same.COSTS[1])
         try:
             columns = same.mutated_columns(schedule.columns, 8, seed)
             wrong = Schedule("mutated", schedule.placement, schedule.num_microbatches, columns)

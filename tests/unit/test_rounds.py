@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fastpipe import make_schedule, native_plan
 from fastpipe.schedules.loop_zb import _played
 from fastpipe.schedules.rounds import NEVER, groupings
-from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Beam, Job, compact, slack
+from fastpipe.schedules.wave_ticks import RULES, SLACK_RULES, Job, beam, compact, slack
 
 pytestmark = pytest.mark.skipif(native_plan.library() is None, reason="compares the library with Python")
 
@@ -51,8 +51,9 @@ def test_both_languages_find_the_same_by_beam_search(data: st.DataObject) -> Non
     p, rounds, m = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 8))
     limit = draw(st.integers(2 * rounds, 2 * rounds * m + 2))
     length = 6 * rounds * m + p + draw(st.integers(-2, 8 * p))
-    beam, budget = Beam(Job(p, rounds, (m,), limit), draw(st.integers(1, 12))), draw(st.sampled_from([300, 10**6]))
-    assert beam.search(length, budget) == in_python(lambda: beam.search(length, budget))
+    search = partial(beam, Job(p, rounds, (m,), limit), draw(st.integers(1, 12)), length)
+    budget = draw(st.sampled_from([300, 10**6]))
+    assert search(budget) == in_python(lambda: search(budget))
 
 
 COSTS = {"forward": 1.0, "backward_input": 1.3, "backward_weight": 0.7, "comm": 0.1}

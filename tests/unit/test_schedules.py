@@ -271,8 +271,7 @@ def interleaved(p, groups):
     from fastpipe.schedules.interleaved import _interleave
     from fastpipe.schedules.one_f_one_b import alternate
 
-    total = 2 * groups[-1].stop
-    return _interleave("any", p, 2, groups, lambda r: alternate("F B", 2 * (p - 1 - r) + len(groups[0]), total))
+    return _interleave("any", p, 2, groups, lambda r, n, total: alternate("F B", 2 * (p - 1 - r) + n, total))
 
 
 def test_large_schedules_are_columns():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 import fastpipe
 from fastpipe import CostModel, ProgramError, Schedule, simulate
-from fastpipe.dependencies import play
+from fastpipe.dependencies import Play
 from tests.unit.planning import hand, random_schedules, rebuilt, small_schedules
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*come in another order")
@@ -28,7 +28,7 @@ def test_the_bubble_of_gpipe_and_1f1b_is_p_minus_1_forwards_and_backwards(name: 
 @settings(max_examples=50, deadline=None)
 def test_without_transfer_times_it_is_the_play_of_the_orders(schedule: Schedule) -> None:
     timeline = simulate(schedule, UNIT)
-    played = play([list(rank) for rank in schedule], schedule.placement, schedule.num_microbatches)
+    played = Play([list(rank) for rank in schedule], schedule.placement, schedule.num_microbatches)
     for rank, starts in enumerate(played.starts):
         assert [span.start for span in timeline.compute_spans(rank)] == starts
 

@@ -203,7 +203,7 @@ class NativeExecutor(Executor):
         if spans is None:
             return None
         for index, leaves, held in self._native.deferred() if self._splits else ():
-            self.stages[index].deferred = frozenset(leaves)
+            self.stages[index].add_deferred(leaves)
             self.stages[index].peak_held_bytes = held
         for index, reached in self._native.reached() if announce else ():
             self.stages[index].reaches_inputs = reached
@@ -228,6 +228,7 @@ class NativeExecutor(Executor):
             stage.context.around,
             (stage.context.step, self.last[stage.index]),
             stage.exchanges,
+            stage.knows_deferred,
         )
 
     def _fuse(self, stage: Stage, microbatch: int, inputs: Tensors, pair: int, roots: Tensors, grads: Any) -> Tensors:

@@ -7,7 +7,7 @@ autograd, which the native executor runs in C++, and the Python executor by the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +88,7 @@ class Stage:
         running: microbatch whose forward has begun and not ended; None if there is none.
         deferred: ``_cdata`` of the parameters whose gradients are computed in W, by the first step with an I; None
             before it, and without the extension.
+        knows_deferred: whether a step before this one has found ``deferred``.
         reaches_inputs: whether a backward has found a gradient of an input; None if no input required one.
         exchanges: whether a forward of an earlier step has called `fastpipe.all_to_all`.
         random: guards random numbers in this step; None if not needed.
@@ -143,7 +144,7 @@ class Stage:
         wrapper = None if self.parallel is None else self.parallel.description
         self._module_call = with_recompute(module, unwrapped(module), recompute, index, wrapper)
         self.deferred: frozenset[int] | None = None
-        self._knows_deferred = False
+        self.knows_deferred = False
         self.reaches_inputs: bool | None = None
         self.peak_held_bytes = 0
         self._grad_flags: tuple[bool, ...] | None = None
@@ -161,7 +162,7 @@ class Stage:
         self.losses.work, self.random = work, random
         self.running = None
         self.exchanges = self._has_exchanged
-        self._knows_deferred = bool(self.deferred)
+        self.knows_deferred = bool(self.deferred)
 
     def run(self, microbatch: int, inputs: Tensors) -> Tensors:
         """Call the module; on the last stage also the loss.
@@ -440,11 +441,15 @@ class Stage:
         if weights is None:
             self._waiting[microbatch] = None, 0
             return found
-        if not self._knows_deferred:  # another microbatch may use others, of a mixture of experts for example
-            self.deferred = (self.deferred or frozenset()) | frozenset(weights.leaves())
+        # another microbatch may use others, of a mixture of experts for example
+        self.add_deferred(() if self.knows_deferred else weights.leaves())
         self._waiting[microbatch] = weights, weights.held_bytes()
         self.peak_held_bytes = max(self.peak_held_bytes, sum(held for _, held in self._waiting.values()))
         return found
+
+    def add_deferred(self, leaves: Iterable[int]) -> None:
+        """Note, after an I, ``_cdata`` of parameters whose gradients are computed in W."""
+        self.deferred = (self.deferred or frozenset()).union(leaves)
 
     def backward_weight(self, microbatch: int) -> None:
         """Run W: the deferred weight gradients."""
