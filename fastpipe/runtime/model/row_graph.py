@@ -483,7 +483,10 @@ def _check_gradients(recording: _Recording, model: nn.Module, args: Sequence[Any
 
 
 def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The layer, from 1, to which each node belongs; 0 for inputs. Of sizes the first one that can compute them."""
+    """The layer, from 1, to which each node belongs; 0 for inputs.
+
+    Of sizes it is the first one that can compute them, and of what is made for an argument (a device) its first user's.
+    """
     number = 0
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -491,6 +494,9 @@ def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
         found[node] = number
         if node.op in ("call_function", "call_method") and isinstance(node.meta.get("value"), Number | torch.Size):
             found[node] = max(1, *map(found.__getitem__, node.all_input_nodes))
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and "value" not in node.meta and node.users:
+            found[node] = min(map(found.__getitem__, node.users))
     return found
 
 
