@@ -19,8 +19,8 @@ from fastpipe.integrations.accelerate import prepare_data_loader
 
 FOLDER = "pipeline"  # in a checkpoint of the Trainer, that of fastpipe
 REFUSED = """fp16 torch_compile deepspeed fsdp label_smoothing_factor auto_find_batch_size use_liger_kernel
-    parallelism_config bf16_full_eval fp16_full_eval eval_use_gather_object"""
-"""Arguments of the Trainer that would do something to the model, or to the loss, that a pipeline would not see."""
+    parallelism_config bf16_full_eval fp16_full_eval eval_use_gather_object debug torch_empty_cache_steps"""
+"""Arguments of the Trainer that would do something to the model, or in a step, that a pipeline would not see."""
 REPLACED = """training_step prediction_step _clip_grad_norm _get_grad_norm _load_best_model _wrap_model
     _load_optimizer_and_scheduler _save_optimizer_and_scheduler"""
 """Methods of the Trainer instead of which these here are called."""
@@ -65,6 +65,7 @@ class PipelineTrainer(Trainer):
         refused |= {"label_names": args.label_names != ["labels"] and args.label_names}
         refused |= {"optim": re.search("(?i)lomo|layerwise", optim) and optim}  # these step within the backward
         refused |= {"train_sampling_strategy": args.world_size > 1 and "batch_rebalance" in sampling and sampling}
+        refused |= {"enable_jit_checkpoint": args.world_size > 1 and getattr(args, "enable_jit_checkpoint", False)}
         for name in filter(refused.get, refused):
             raise ValueError(f"{name} = {refused[name]!r}: leave it out with a pipeline")
         if args.n_gpu > 1:  # the Trainer multiplies the batch by it

@@ -83,6 +83,8 @@ def trainer(tmp_path: Path, kind: Any = None, schedule: str = "1f1b", **changed:
         ({"eval_use_gather_object": True}, "eval_use_gather_object = True: leave it out"),
         ({"label_names": ["labels", "weights"]}, "label_names = .*weights.*: leave it out"),
         ({"optim": "lomo"}, "optim = .*lomo.*: leave it out"),
+        ({"debug": "underflow_overflow"}, "debug = .*underflow.*: leave it out"),
+        ({"torch_empty_cache_steps": 2}, "torch_empty_cache_steps = 2: leave it out"),
         ({"compute_loss_func": max}, "compute_loss_func = .*: leave it out"),
         ({"model_init": lambda: model()}, "model_init = .*: leave it out"),
     ],
@@ -151,6 +153,24 @@ def test_every_process_reads_an_iterable_dataset_itself(tmp_path: Path, monkeypa
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
     made = trainer(tmp_path, train_dataset=Stream(rows(8, 0)), max_steps=1)
     assert type(made.get_train_dataloader()).__name__ == "DataLoaderShard"
+
+
+def test_processes_that_would_save_at_different_steps_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(ValueError, match="enable_jit_checkpoint = True: leave it out"):
+        trainer(tmp_path, enable_jit_checkpoint=True)
+
+
+def test_a_model_whose_loss_is_not_found_is_refused(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
+    )
+    model, example = transformers.BertForQuestionAnswering(config), {"input_ids": torch.ones(2, 6, dtype=torch.long)}
+    with pytest.raises(AttributeError, match=r"no attribute 'loss_fn': split finds a loss only of models .* write"):
+        trainer(tmp_path, model=model, example=example)
 
 
 def test_several_gpus_of_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
