@@ -571,6 +571,19 @@ def test_schedules_of_encoders(kind: str, schedule: str, executor: str) -> None:
     assert parity.ok, parity
 
 
+def test_a_config_of_two_models_has_no_cache_of_its_own() -> None:
+    """The forward takes use_cache, and its decoder's config says True."""
+    torch.manual_seed(0)
+    own = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    both = (transformers.BertConfig(vocab_size=VOCABULARY, **own) for _ in range(2))
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*both)
+    model = transformers.EncoderDecoderModel(config=config)
+    ids = padded_batch(2)[0]
+    with pytest.raises(ValueError, match=r"others by an example: give one microbatch, as in split\(model, \*\*batch\)"):
+        fastpipe.split(model)
+    assert len(fastpipe.split(model, input_ids=ids, decoder_input_ids=ids)) > 4
+
+
 def test_a_model_that_finds_padding_by_the_ids_needs_a_mask() -> None:
     """Later stages have no ids; on an example without padding their layers return the model's output."""
     model = encoder("bert")

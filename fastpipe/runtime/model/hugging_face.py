@@ -105,7 +105,8 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 def no_cache(model: Any) -> dict[str, bool]:
     """The argument of a model's forward by which it keeps no cache of keys and values, if it has one."""
-    return {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+    has_cache = hasattr(model.config, "use_cache") or "use_cache" in inspect.signature(model.forward).parameters
+    return {"use_cache": False} if has_cache else {}
 
 
 class HuggingFaceLayers(Layers):
@@ -345,8 +346,9 @@ def _examine(model: Any, example: Collection[str], run: Callable[[], Any] | None
     name = type(model).__name__
     task = next((_TASKS[task] for task in _TASKS if re.fullmatch(rf"\w+{task}", name)), None)
     if task is None:
+        example_too = " (others by an example: give one microbatch, as in split(model, **batch))" if run is None else ""
         raise ValueError(
-            f"model is a {name}: split takes models whose class name ends in {', '.join(_TASKS)}; if it "
+            f"model is a {name}: split takes models whose class name ends in {', '.join(_TASKS)}{example_too}; if it "
             f"has no head, give the one that has (of AutoModelForCausalLM, for example), or {INSTEAD}"
         )
     _check_config(model.config)

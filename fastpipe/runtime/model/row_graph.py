@@ -228,7 +228,8 @@ class Tail(fx.Tracer):
             try:
                 return super().create_arg(a)
             except NotImplementedError as error:
-                raise UntraceableError(f"it gives a {type(a).__name__} to a function or a module") from error
+                cache = " (set use_cache=False in its config)" if type(a).__name__.endswith("Cache") else ""
+                raise UntraceableError(f"it gives a {type(a).__name__} to a function or a module{cache}") from error
         if id(a) in self._names:
             node = self.graph.get_attr(self._names[id(a)])
             self.hold(node, a, True)
