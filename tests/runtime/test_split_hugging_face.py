@@ -78,6 +78,19 @@ def test_names_are_the_unsplit_models(kind: str, tied: bool) -> None:
     assert all(same_bits(value, expected[name]) for name, value in model.state_dict().items())
 
 
+def test_a_head_that_was_replaced_is_not_tied() -> None:
+    """Though the config still says so."""
+    model = decoder("llama", tied=True)
+    model.lm_head = nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
+    unsplit, layers = copy.deepcopy(model), fastpipe.split(model)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, num_ranks=2, loss_reduction=layers.num_tokens)
+    ids, mask, labels = padded_batch(4)
+    pipe.step(ids, attention_mask=mask, labels=labels)
+    unsplit(ids, attention_mask=mask, labels=labels).loss.backward()
+    for found, expected in zip(model.parameters(), unsplit.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_the_loss_is_the_unsplit_models_over_all_labels() -> None:
     """Microbatches with few labels, and one with none, count as their labels do."""
     model = decoder("llama")

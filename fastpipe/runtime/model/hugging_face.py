@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import children_of, cuda_devices, first_line, parameters_of, torch_private
+from fastpipe.runtime.common import children_of, cuda_devices, first_line, is_dtensor, parameters_of, torch_private
 from fastpipe.runtime.model.chain import (
     FULL,
     LAYERS,
@@ -134,7 +134,9 @@ class HuggingFaceLayers(Layers):
             # peft may have replaced the module of one of them
             there = dict(model.named_parameters(remove_duplicate=False))
             pairs = [[source, target] for target, source in model.all_tied_weights_keys.items()]
-            self.tied = [pair for pair in pairs if there.keys() >= set(pair)]
+            found = [(pair, [there[name] for name in pair]) for pair in pairs if there.keys() >= set(pair)]
+            # one that the user has replaced is a weight of its own, whatever the config says
+            self.tied = [pair for pair, (a, b) in found if a is b or is_dtensor(a) or is_dtensor(b)]
 
     @property
     def loss_fn(self) -> Callable[[Any, torch.Tensor], torch.Tensor]:
