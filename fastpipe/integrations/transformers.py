@@ -13,6 +13,7 @@ from accelerate.utils import convert_to_fp32
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import Trainer, __version__
 from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import has_length
 
 import fastpipe
 from fastpipe.integrations.accelerate import prepare_data_loader
@@ -110,8 +111,9 @@ class PipelineTrainer(Trainer):
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Loss, logits and labels of a batch, in every process."""
-        if (loader := self.accelerator.gradient_state.active_dataloader) is not None:
-            loader.remainder = find_batch_size(inputs)  # unknown for the last batch of an IterableDataset
+        loader = self.accelerator.gradient_state.active_dataloader
+        if loader is not None and not has_length(loader.dataset):
+            loader.remainder = find_batch_size(inputs)  # of a last batch, by which predictions are cut
         self._scale[0] = 1.0
         result = self._run(self.pipe.eval_step, inputs, gather_outputs=not prediction_loss_only)
         loss = None if result.loss is None else result.loss.to(self.args.device)

@@ -62,7 +62,8 @@ def model() -> Any:
 def trainer(tmp_path: Path, kind: Any = None, schedule: str = "1f1b", **changed: Any) -> Any:
     from fastpipe.integrations.transformers import PipelineTrainer
 
-    given = {"model", "compute_loss_func", "model_init", "train_dataset", "eval_dataset", "optimizers"} & changed.keys()
+    given = {"model", "compute_loss_func", "model_init", "train_dataset", "eval_dataset", "optimizers", "data_collator"}
+    given &= changed.keys()
     example = changed.pop("example", None)
     others = {"model": model()} | {name: changed.pop(name) for name in given}
     if "model_init" in others:
@@ -192,12 +193,19 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter(self.data)
 
 
+def packed(batch: list[Any]) -> dict[str, torch.Tensor]:
+    """All texts in one row."""
+    ids = torch.cat([row["input_ids"] for row in batch])[None]
+    return {"input_ids": ids, "labels": ids}
+
+
 SAVES = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
 CHANGED: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True, "max_steps": 1},  # later ones differ by their rounding
     "batches of fewer rows than microbatches": {"max_steps": 3, "per_device_eval_batch_size": 5},
     "dataloader_drop_last": {"dataloader_drop_last": True},
     "an iterable dataset": {"train_dataset": Stream(rows(18, 0)), "eval_dataset": Stream(rows(6, 1))},
+    "rows that a collator packs": {"data_collator": packed},
     "accumulation": {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False},
     "max_grad_norm": {"max_grad_norm": 0.0},
     "neftune": {"neftune_noise_alpha": 5.0},
