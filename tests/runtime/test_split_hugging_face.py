@@ -636,6 +636,18 @@ def test_labels_of_rows(problem: str) -> None:
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
+def test_further_inputs_of_known_models_are_those_of_the_example() -> None:
+    """Of GPT-2 kinds of tokens; use_cache is always False."""
+    model = decoder("gpt2")
+    ids, mask, labels = padded_batch(4)
+    kwargs = {"attention_mask": mask, "token_type_ids": ids % 2}
+    layers = fastpipe.split(model, ids[:2], **{name: value[:2] for name, value in kwargs.items()}, use_cache=False)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, num_ranks=2, loss_reduction=layers.num_tokens)
+    assert fastpipe.check_parity(pipe, model, (ids, labels), kwargs=kwargs).ok
+    with pytest.raises(ValueError, match="input_ids: the first stage needs them"):
+        pipe.step(labels=labels)
+
+
 def test_other_inputs_are_those_of_the_example() -> None:
     model = encoder("bert")
     ids = padded_batch(4)[0]

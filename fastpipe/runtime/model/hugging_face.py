@@ -318,11 +318,11 @@ class HuggingFaceStage(WholeNames):
             # later stages use only the shape, dtype and device of hidden states
             given = x.detach()
         if given is None:
-            why = "" if self.is_first else "the last stage needs them to find the token to classify; "
-            raise ValueError(f"{self._main}: {why}give them by this name")
+            why = "first stage needs them" if self.is_first else "last stage needs them to find the token to classify"
+            raise ValueError(f"{self._main}: the {why}; give them by this name, on every rank")
         flow.begin(None if self.is_first else x)
         try:
-            found = run(**{self._input: given}, **named, **self._no_cache)
+            found = run(**{self._input: given}, **named | self._no_cache)
             if self.is_last:
                 logits: torch.Tensor = found.logits
                 return logits
@@ -356,6 +356,7 @@ def _examine(model: Any, example: Collection[str], run: Callable[[], Any] | None
     _check_config(model.config)
     if kind in SUPPORTED and task is _NEXT:
         layout = _GPT2 if kind == "gpt2" else _LLAMA
+        layout = layout._replace(names=layout.names | _further(model, example))
         _check_parts(model, layout)
     elif run is None:
         raise ValueError(
@@ -453,9 +454,14 @@ def _find_parts(model: Any, example: Collection[str], run: Callable[[], Any]) ->
     if odd:
         raise ValueError(f"model: {name}.{odd[0]} does not return a tensor; {INSTEAD}")
     taken = inspect.signature(model.forward).parameters.keys()
-    names = (_LLAMA.names & taken) | set(example) - {model.main_input_name, "labels"}
+    names = (_LLAMA.names & taken) | _further(model, example)
     length = len(calls[end][1]) if isinstance(calls[end][1], tuple) else 0
     return _Layout(blocks, frozenset(parts) - after - everywhere, after, everywhere, frozenset(names), length)
+
+
+def _further(model: Any, example: Collection[str]) -> set[str]:
+    """Inputs of the example besides the first stage's and the labels."""
+    return set(example) - {model.main_input_name, "labels"}
 
 
 def _check_version() -> None:
