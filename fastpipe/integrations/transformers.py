@@ -47,9 +47,7 @@ class PipelineTrainer(Trainer):
         self.pipe = fastpipe.Pipeline(layers, loss_fn=scaled, loss_reduction=layers.num_tokens, **pipeline)
         if self.args.world_size not in (1, self.pipe.num_ranks):
             raise ValueError(f"{self.args.world_size} processes, {self.pipe.num_ranks} ranks: each must have one")
-        held = {id(p) for group in (self.optimizer.param_groups if self.optimizer else ()) for p in group["params"]}
-        if held - {id(p) for p in self.pipe.parameters()}:
-            raise ValueError("optimizers: take trainer.pipe.parameters(), and set trainer.optimizer before train()")
+        self._check_optimizer()
         self._local = torch.nn.ModuleList(self.pipe.stage_modules.values())
 
     def _check(self) -> None:
@@ -72,6 +70,11 @@ class PipelineTrainer(Trainer):
         if args.n_gpu > 1:  # the Trainer multiplies the batch by it
             raise ValueError(f"n_gpu = {args.n_gpu}: one process uses one GPU; hide the others, or use torchrun")
 
+    def _check_optimizer(self) -> None:
+        held = {id(p) for group in (self.optimizer.param_groups if self.optimizer else ()) for p in group["params"]}
+        if held - {id(p) for p in self.pipe.parameters()}:
+            raise ValueError("optimizers: take trainer.pipe.parameters(), and set trainer.optimizer before train()")
+
     def create_accelerator_and_postprocess(self) -> None:
         """As in the Trainer, but every process gets the same batches, and `gather` returns the process's own values."""
         super().create_accelerator_and_postprocess()
@@ -88,7 +91,8 @@ class PipelineTrainer(Trainer):
         return self._local
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Make the optimizer of this process's parameters."""
+        """Make the optimizer of this process's parameters; refuse one of others, which the user has set."""
+        self._check_optimizer()
         return super().create_optimizer(self._local)
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:

@@ -119,6 +119,10 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     optimizers = (torch.optim.SGD(model().parameters()), None)
     with pytest.raises(ValueError, match="optimizers: take .* set trainer.optimizer"):
         trainer(tmp_path, optimizers=optimizers)
+    made = trainer(tmp_path, train_dataset=rows(4, 0), max_steps=1)
+    made.optimizer = optimizers[0]
+    with pytest.raises(ValueError, match="optimizers: take .* set trainer.optimizer"):
+        made.train()
 
 
 def test_a_release_without_a_method_that_is_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
