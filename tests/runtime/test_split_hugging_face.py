@@ -646,6 +646,8 @@ def test_further_inputs_of_known_models_are_those_of_the_example() -> None:
     assert fastpipe.check_parity(pipe, model, (ids, labels), kwargs=kwargs).ok
     with pytest.raises(ValueError, match="input_ids: the first stage needs them"):
         pipe.step(labels=labels)
+    with pytest.raises(ValueError, match="labels = None: loss_fn needs a target .* pass labels="):
+        pipe.step(ids, label=labels)
 
 
 def test_other_inputs_are_those_of_the_example() -> None:
