@@ -21,7 +21,9 @@ def prepare_data_loader(loader: Any, accelerator: accelerate.Accelerator, seed: 
         seed: of a random order for which the loader has no generator, the same in every process; by default that of
             `torch.manual_seed`. An epoch's order depends on it and on ``set_epoch`` of the result.
     """
-    sampler: Any = getattr(loader, "sampler", None)
+    sampler: Any = loader if getattr(loader, "batch_sampler", None) is None else loader.batch_sampler
+    while hasattr(sampler, "sampler"):
+        sampler = sampler.sampler
     if getattr(sampler, "generator", loader) is None:  # torch's own, from which stages draw, too
         first = torch.initial_seed() if seed is None else seed
         sampler.generator = generator = torch.Generator().manual_seed(first)

@@ -13,14 +13,15 @@ from accelerate.utils import convert_to_fp32
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import Trainer, __version__
 from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import has_length
 
 import fastpipe
 from fastpipe.integrations.accelerate import prepare_data_loader
 
 FOLDER = "pipeline"  # in a checkpoint of the Trainer, that of fastpipe
 REFUSED = """fp16 torch_compile deepspeed fsdp label_smoothing_factor auto_find_batch_size use_liger_kernel
-    parallelism_config bf16_full_eval fp16_full_eval eval_use_gather_object"""
-"""Arguments of the Trainer that would do something to the model, or to the loss, that a pipeline would not see."""
+    parallelism_config bf16_full_eval fp16_full_eval eval_use_gather_object debug torch_empty_cache_steps"""
+"""Arguments of the Trainer that would do something to the model, or in a step, that a pipeline would not see."""
 REPLACED = """training_step prediction_step _clip_grad_norm _get_grad_norm _load_best_model _wrap_model
     _load_optimizer_and_scheduler _save_optimizer_and_scheduler"""
 """Methods of the Trainer instead of which these here are called."""
@@ -46,9 +47,7 @@ class PipelineTrainer(Trainer):
         self.pipe = fastpipe.Pipeline(layers, loss_fn=scaled, loss_reduction=layers.num_tokens, **pipeline)
         if self.args.world_size not in (1, self.pipe.num_ranks):
             raise ValueError(f"{self.args.world_size} processes, {self.pipe.num_ranks} ranks: each must have one")
-        held = {id(p) for group in (self.optimizer.param_groups if self.optimizer else ()) for p in group["params"]}
-        if held - {id(p) for p in self.pipe.parameters()}:
-            raise ValueError("optimizers: take trainer.pipe.parameters(), and set trainer.optimizer before train()")
+        self._check_optimizer()
         self._local = torch.nn.ModuleList(self.pipe.stage_modules.values())
 
     def _check(self) -> None:
@@ -65,10 +64,16 @@ class PipelineTrainer(Trainer):
         refused |= {"label_names": args.label_names != ["labels"] and args.label_names}
         refused |= {"optim": re.search("(?i)lomo|layerwise", optim) and optim}  # these step within the backward
         refused |= {"train_sampling_strategy": args.world_size > 1 and "batch_rebalance" in sampling and sampling}
+        refused |= {"enable_jit_checkpoint": args.world_size > 1 and getattr(args, "enable_jit_checkpoint", False)}
         for name in filter(refused.get, refused):
             raise ValueError(f"{name} = {refused[name]!r}: leave it out with a pipeline")
         if args.n_gpu > 1:  # the Trainer multiplies the batch by it
             raise ValueError(f"n_gpu = {args.n_gpu}: one process uses one GPU; hide the others, or use torchrun")
+
+    def _check_optimizer(self) -> None:
+        held = {id(p) for group in (self.optimizer.param_groups if self.optimizer else ()) for p in group["params"]}
+        if held - {id(p) for p in self.pipe.parameters()}:
+            raise ValueError("optimizers: take trainer.pipe.parameters(), and set trainer.optimizer before train()")
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in the Trainer, but every process gets the same batches, and `gather` returns the process's own values."""
@@ -86,7 +91,8 @@ class PipelineTrainer(Trainer):
         return self._local
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Make the optimizer of this process's parameters."""
+        """Make the optimizer of this process's parameters; refuse one of others, which the user has set."""
+        self._check_optimizer()
         return super().create_optimizer(self._local)
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -109,8 +115,9 @@ class PipelineTrainer(Trainer):
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Loss, logits and labels of a batch, in every process."""
-        if (loader := self.accelerator.gradient_state.active_dataloader) is not None:
-            loader.remainder = find_batch_size(inputs)  # unknown for the last batch of an IterableDataset
+        loader = self.accelerator.gradient_state.active_dataloader
+        if loader is not None and not has_length(loader.dataset):
+            loader.remainder = find_batch_size(inputs)  # of a last batch, by which predictions are cut
         self._scale[0] = 1.0
         result = self._run(self.pipe.eval_step, inputs, gather_outputs=not prediction_loss_only)
         loss = None if result.loss is None else result.loss.to(self.args.device)

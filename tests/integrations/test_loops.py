@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 
 import fastpipe
 from tests.runtime.examples import run
@@ -32,15 +32,22 @@ def test_accelerate_has_the_same_losses_in_one_process_and_in_two() -> None:
     assert len(script.read_text().splitlines()) <= 40
 
 
+BATCHES: dict[str, dict[str, Any]] = {
+    "shuffle": {"shuffle": True, "batch_size": 20},
+    "batch_sampler": {"batch_sampler": BatchSampler(SubsetRandomSampler(range(20)), 20, drop_last=False)},
+}
+
+
 @needs_accelerate
-def test_the_order_of_batches_does_not_depend_on_what_stages_draw() -> None:
+@pytest.mark.parametrize("kind", BATCHES)
+def test_the_order_of_batches_does_not_depend_on_what_stages_draw(kind: str) -> None:
     """Dropout moves torch's generator, in each process differently."""
     from accelerate import Accelerator
 
     from fastpipe.integrations.accelerate import prepare_data_loader
 
     torch.manual_seed(0)
-    loader = prepare_data_loader(DataLoader(list(range(20)), shuffle=True, batch_size=20), Accelerator(cpu=True))
+    loader = prepare_data_loader(DataLoader(list(range(20)), **BATCHES[kind]), Accelerator(cpu=True))
     orders = []
     for epoch in (0, 1, 0):
         torch.rand(epoch)

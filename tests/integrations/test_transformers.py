@@ -62,7 +62,8 @@ def model() -> Any:
 def trainer(tmp_path: Path, kind: Any = None, schedule: str = "1f1b", **changed: Any) -> Any:
     from fastpipe.integrations.transformers import PipelineTrainer
 
-    given = {"model", "compute_loss_func", "model_init", "train_dataset", "eval_dataset", "optimizers"} & changed.keys()
+    given = {"model", "compute_loss_func", "model_init", "train_dataset", "eval_dataset", "optimizers", "data_collator"}
+    given &= changed.keys()
     example = changed.pop("example", None)
     others = {"model": model()} | {name: changed.pop(name) for name in given}
     if "model_init" in others:
@@ -83,6 +84,8 @@ def trainer(tmp_path: Path, kind: Any = None, schedule: str = "1f1b", **changed:
         ({"eval_use_gather_object": True}, "eval_use_gather_object = True: leave it out"),
         ({"label_names": ["labels", "weights"]}, "label_names = .*weights.*: leave it out"),
         ({"optim": "lomo"}, "optim = .*lomo.*: leave it out"),
+        ({"debug": "underflow_overflow"}, "debug = .*underflow.*: leave it out"),
+        ({"torch_empty_cache_steps": 2}, "torch_empty_cache_steps = 2: leave it out"),
         ({"compute_loss_func": max}, "compute_loss_func = .*: leave it out"),
         ({"model_init": lambda: model()}, "model_init = .*: leave it out"),
     ],
@@ -116,6 +119,10 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     optimizers = (torch.optim.SGD(model().parameters()), None)
     with pytest.raises(ValueError, match="optimizers: take .* set trainer.optimizer"):
         trainer(tmp_path, optimizers=optimizers)
+    made = trainer(tmp_path, train_dataset=rows(4, 0), max_steps=1)
+    made.optimizer = optimizers[0]
+    with pytest.raises(ValueError, match="optimizers: take .* set trainer.optimizer"):
+        made.train()
 
 
 def test_a_release_without_a_method_that_is_replaced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +160,24 @@ def test_every_process_reads_an_iterable_dataset_itself(tmp_path: Path, monkeypa
     assert type(made.get_train_dataloader()).__name__ == "DataLoaderShard"
 
 
+def test_processes_that_would_save_at_different_steps_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(ValueError, match="enable_jit_checkpoint = True: leave it out"):
+        trainer(tmp_path, enable_jit_checkpoint=True)
+
+
+def test_a_model_whose_loss_is_not_found_is_refused(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
+    )
+    model, example = transformers.BertForQuestionAnswering(config), {"input_ids": torch.ones(2, 6, dtype=torch.long)}
+    with pytest.raises(AttributeError, match=r"no attribute 'loss_fn': split finds a loss only of models .* write"):
+        trainer(tmp_path, model=model, example=example)
+
+
 def test_several_gpus_of_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
     with pytest.raises(ValueError, match="n_gpu = 2: one process uses one GPU"):
@@ -172,12 +197,19 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter(self.data)
 
 
+def packed(batch: list[Any]) -> dict[str, torch.Tensor]:
+    """All texts in one row."""
+    ids = torch.cat([row["input_ids"] for row in batch])[None]
+    return {"input_ids": ids, "labels": ids}
+
+
 SAVES = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
 CHANGED: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True, "max_steps": 1},  # later ones differ by their rounding
     "batches of fewer rows than microbatches": {"max_steps": 3, "per_device_eval_batch_size": 5},
     "dataloader_drop_last": {"dataloader_drop_last": True},
     "an iterable dataset": {"train_dataset": Stream(rows(18, 0)), "eval_dataset": Stream(rows(6, 1))},
+    "rows that a collator packs": {"data_collator": packed},
     "accumulation": {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False},
     "max_grad_norm": {"max_grad_norm": 0.0},
     "neftune": {"neftune_noise_alpha": 5.0},

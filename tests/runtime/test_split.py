@@ -410,6 +410,21 @@ def test_a_module_without_weights_is_called_many_times(schedule: str, num_ranks:
         assert not any(module.training for module in stage.modules())
 
 
+class Ramp(nn.Module):
+    def forward(self, size: int, device: torch.device) -> torch.Tensor:
+        return torch.linspace(0, 1, size, device=device)[:, None]
+
+
+def test_a_module_that_takes_a_device(executor: str) -> None:
+    """As positions of DETR; each stage has its own device."""
+    model = Wrong(lambda m, x: ending(m, through(m, x, lambda x: x + m.scaling(x.shape[1], x.device))))
+    model.scaling = Ramp()
+    layers = fastpipe.split(model, batch()[0][:1])
+    pipe = fastpipe.Pipeline(layers, "1f1b", 3, loss_fn, num_ranks=3, executor=executor)
+    parity = fastpipe.check_parity(pipe, copy.deepcopy(model), batch())
+    assert parity.ok, parity
+
+
 class Reader(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -79,6 +79,19 @@ def test_names_are_the_unsplit_models(kind: str, tied: bool) -> None:
     assert all(same_bits(value, expected[name]) for name, value in model.state_dict().items())
 
 
+def test_a_head_that_was_replaced_is_not_tied() -> None:
+    """Though the config still says so."""
+    model = decoder("llama", tied=True)
+    model.lm_head = nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
+    unsplit, layers = copy.deepcopy(model), fastpipe.split(model)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, num_ranks=2, loss_reduction=layers.num_tokens)
+    ids, mask, labels = padded_batch(4)
+    pipe.step(ids, attention_mask=mask, labels=labels)
+    unsplit(ids, attention_mask=mask, labels=labels).loss.backward()
+    for found, expected in zip(model.parameters(), unsplit.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_the_loss_is_the_unsplit_models_over_all_labels() -> None:
     """Microbatches with few labels, and one with none, count as their labels do."""
     model = decoder("llama")
@@ -315,6 +328,8 @@ def test_what_has_other_parts_is_recorded(kind: str, executor: str) -> None:
     config = transformers.AutoConfig.for_model(kind, **common | own, vocab_size=VOCABULARY, pad_token_id=1)
     config.decoder_start_token_id = 1
     model = getattr(transformers, f"AutoModelFor{task}").from_config(config).train()
+    if kind == "t5":  # encoder and decoder have one module afterwards
+        model.resize_token_embeddings(VOCABULARY + 4)
     ids, mask, labels = padded_batch(8)
     mask[6:] = 1  # transformers leaves out a mask that masks nothing
     batch = {"input_ids": ids.clamp(min=2), "attention_mask": mask}
@@ -325,6 +340,7 @@ def test_what_has_other_parts_is_recorded(kind: str, executor: str) -> None:
         return (output.start_logits if kind == "bert" else output.logits).square().mean()
 
     layers = fastpipe.split(model, **{name: value[:2] for name, value in batch.items()})
+    assert len(layers) >= 6, "each block is a layer"
     pipe = fastpipe.Pipeline(layers, "zbv", 4, loss_of, num_ranks=1, executor=executor, rng="per_microbatch")
     parity = fastpipe.check_parity(pipe, layers, ((), labels), kwargs=batch)
     assert parity.ok and parity.num_compared == len(list(model.parameters())), parity
@@ -574,6 +590,19 @@ def test_schedules_of_encoders(kind: str, schedule: str, executor: str) -> None:
     assert parity.ok, parity
 
 
+def test_a_config_of_two_models_has_no_cache_of_its_own() -> None:
+    """The forward takes use_cache, and its decoder's config says True."""
+    torch.manual_seed(0)
+    own = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    both = (transformers.BertConfig(vocab_size=VOCABULARY, **own) for _ in range(2))
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*both)
+    model = transformers.EncoderDecoderModel(config=config)
+    ids = padded_batch(2)[0]
+    with pytest.raises(ValueError, match=r"others by an example: give one microbatch, as in split\(model, \*\*batch\)"):
+        fastpipe.split(model)
+    assert len(fastpipe.split(model, input_ids=ids, decoder_input_ids=ids)) > 4
+
+
 def test_a_model_that_finds_padding_by_the_ids_needs_a_mask() -> None:
     """Later stages have no ids; on an example without padding their layers return the model's output."""
     model = encoder("bert")
@@ -611,6 +640,20 @@ def test_labels_of_rows(problem: str) -> None:
     torch.testing.assert_close(result.loss, expected.detach())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_further_inputs_of_known_models_are_those_of_the_example() -> None:
+    """Of GPT-2 kinds of tokens; use_cache is always False."""
+    model = decoder("gpt2")
+    ids, mask, labels = padded_batch(4)
+    kwargs = {"attention_mask": mask, "token_type_ids": ids % 2}
+    layers = fastpipe.split(model, ids[:2], **{name: value[:2] for name, value in kwargs.items()}, use_cache=False)
+    pipe = fastpipe.Pipeline(layers, "1f1b", 2, layers.loss_fn, num_ranks=2, loss_reduction=layers.num_tokens)
+    assert fastpipe.check_parity(pipe, model, (ids, labels), kwargs=kwargs).ok
+    with pytest.raises(ValueError, match="input_ids: the first stage needs them"):
+        pipe.step(labels=labels)
+    with pytest.raises(ValueError, match="labels = None: loss_fn needs a target .* pass labels="):
+        pipe.step(ids, label=labels)
 
 
 def test_other_inputs_are_those_of_the_example() -> None:

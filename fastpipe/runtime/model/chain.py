@@ -380,6 +380,15 @@ class Layers(Sequence[nn.Module]):
     def __getitem__(self, index: Any) -> Any:
         return self._layers[index]
 
+    def __getattr__(self, name: str) -> Any:
+        """Say why there is none, of the loss of Hugging Face's models."""
+        loss = (
+            ": split finds a loss only of models of transformers that return logits of one list of blocks; write "
+            "loss_fn(output, target), and loss_reduction, yourself"
+        )
+        why = loss if name in ("loss_fn", "num_tokens") else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{why}")
+
     def chain(self, indices: Iterable[int]) -> WholeNames:
         """Consecutive layers as one module, with the model's parameters and names."""
         own = list(indices)

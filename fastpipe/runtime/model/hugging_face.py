@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import children_of, cuda_devices, first_line, parameters_of, torch_private
+from fastpipe.runtime.common import children_of, cuda_devices, first_line, is_dtensor, parameters_of, torch_private
 from fastpipe.runtime.model.chain import (
     FULL,
     LAYERS,
@@ -107,7 +107,8 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 def no_cache(model: Any) -> dict[str, bool]:
     """The argument of a model's forward by which it keeps no cache of keys and values, if it has one."""
-    return {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+    has_cache = hasattr(model.config, "use_cache") or "use_cache" in inspect.signature(model.forward).parameters
+    return {"use_cache": False} if has_cache else {}
 
 
 @contextmanager
@@ -154,7 +155,9 @@ class HuggingFaceLayers(Layers):
             # peft may have replaced the module of one of them
             there = dict(model.named_parameters(remove_duplicate=False))
             pairs = [[source, target] for target, source in model.all_tied_weights_keys.items()]
-            self.tied = [pair for pair in pairs if there.keys() >= set(pair)]
+            found = [(pair, [there[name] for name in pair]) for pair in pairs if there.keys() >= set(pair)]
+            # one that the user has replaced is a weight of its own, whatever the config says
+            self.tied = [pair for pair, (a, b) in found if a is b or is_dtensor(a) or is_dtensor(b)]
 
     @property
     def loss_fn(self) -> Callable[[Any, torch.Tensor], torch.Tensor]:
@@ -336,11 +339,11 @@ class HuggingFaceStage(WholeNames):
             # later stages use only the shape, dtype and device of hidden states
             given = x.detach()
         if given is None:
-            why = "" if self.is_first else "the last stage needs them to find the token to classify; "
-            raise ValueError(f"{self._main}: {why}give them by this name")
+            why = "first stage needs them" if self.is_first else "last stage needs them to find the token to classify"
+            raise ValueError(f"{self._main}: the {why}; give them by this name, on every rank")
         flow.begin(None if self.is_first else x)
         try:
-            found = run(**{self._input: given}, **named, **self._no_cache)
+            found = run(**{self._input: given}, **named | self._no_cache)
             if self.is_last:
                 logits: torch.Tensor = found.logits
                 return logits
@@ -366,13 +369,15 @@ def _examine(model: Any, example: Collection[str], run: Callable[[], Any] | None
     name = type(model).__name__
     task = next((_TASKS[task] for task in _TASKS if re.fullmatch(rf"\w+{task}", name)), None)
     if task is None:
+        example_too = " (others by an example: give one microbatch, as in split(model, **batch))" if run is None else ""
         raise ValueError(
-            f"model is a {name}: split takes models whose class name ends in {', '.join(_TASKS)}; if it "
+            f"model is a {name}: split takes models whose class name ends in {', '.join(_TASKS)}{example_too}; if it "
             f"has no head, give the one that has (of AutoModelForCausalLM, for example), or {INSTEAD}"
         )
     _check_config(model.config)
     if kind in SUPPORTED and task is _NEXT:
         layout = _GPT2 if kind == "gpt2" else _LLAMA
+        layout = layout._replace(names=layout.names | _further(model, example))
         _check_parts(model, layout)
     elif run is None:
         raise ValueError(
@@ -470,9 +475,14 @@ def _find_parts(model: Any, example: Collection[str], run: Callable[[], Any]) ->
     if odd:
         raise ValueError(f"model: {name}.{odd[0]} does not return a tensor; {INSTEAD}")
     taken = inspect.signature(model.forward).parameters.keys()
-    names = (_LLAMA.names & taken) | set(example) - {model.main_input_name, "labels"}
+    names = (_LLAMA.names & taken) | _further(model, example)
     length = len(calls[end][1]) if isinstance(calls[end][1], tuple) else 0
     return _Layout(blocks, frozenset(parts) - after - everywhere, after, everywhere, frozenset(names), length)
+
+
+def _further(model: Any, example: Collection[str]) -> set[str]:
+    """Inputs of the example besides the first stage's and the labels."""
+    return set(example) - {model.main_input_name, "labels"}
 
 
 def _check_version() -> None:

@@ -238,7 +238,8 @@ class Tail(fx.Tracer):
             try:
                 return super().create_arg(a)
             except NotImplementedError as error:
-                raise UntraceableError(f"it gives a {type(a).__name__} to a function or a module") from error
+                cache = " (set use_cache=False in its config)" if type(a).__name__.endswith("Cache") else ""
+                raise UntraceableError(f"it gives a {type(a).__name__} to a function or a module{cache}") from error
         if id(a) in self._names:
             node = self.graph.get_attr(self._names[id(a)])
             self.hold(node, a, True)
@@ -489,11 +490,15 @@ def _check_gradients(recording: _Recording, model: nn.Module, args: Sequence[Any
 
 
 def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The layer to which each node belongs: 0 for inputs and early calls. Of sizes the first that can compute them."""
+    """The layer to which each node belongs: 0 for inputs and early calls.
+
+    Of sizes it is the first one that can compute them, and of what is made for an argument (a device) its first user's.
+    """
     number = 0
     early: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node in early or node.meta.get("is_early"):
+        changes_input = not node.users and node.meta.get("is_given") and early.intersection(node.all_input_nodes)
+        if node in early or node.meta.get("is_early") or changes_input:
             early |= {node, *node.all_input_nodes}
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -502,6 +507,9 @@ def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
         is_size = node.op != "placeholder" and isinstance(node.meta.get("value"), Number | torch.Size)
         if is_size and node not in early:
             found[node] = max(1, *map(found.__getitem__, node.all_input_nodes))
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and "value" not in node.meta and node.users:
+            found[node] = min(map(found.__getitem__, node.users))
     return found
 
 

@@ -314,8 +314,9 @@ def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Call
         return
     if request.target is None:
         if loss_fn is not None and request.training:
+            name = getattr(loss_fn, "target_name", "target")
             raise ValueError(
-                "target = None: loss_fn needs a target on the rank of the last stage; pass target=, or leave out "
+                f"{name} = None: loss_fn needs a target on the rank of the last stage; pass {name}=, or leave out "
                 "loss_fn and return the loss from the last layer"
             )
         return
