@@ -1309,6 +1309,16 @@ def test_sizes_that_are_read_before_the_blocks() -> None:
         pipe.step(torch.randn(8, 3, 64, 64), target=torch.zeros(8))
 
 
+def test_rows_that_a_forward_iterates_over() -> None:
+    forward = lambda m, x: ending(m, torch.stack([row * 2 for row in through(m, x)]))  # noqa: E731
+    ids, target = batch(8)
+    pipe = fastpipe.Pipeline(fastpipe.split(Wrong(forward), ids[:2]), "1f1b", 4, loss_fn, num_ranks=2)
+    parity = fastpipe.check_parity(pipe, Wrong(forward), (ids, target))
+    assert parity.ok, parity
+    with pytest.raises(ValueError, match=r"in test_split.py:\d+ .* a value that was 2 on the example, and is 3 now"):
+        pipe.step(batch(12)[0], target=batch(12)[1])
+
+
 def test_a_value_that_is_read_before_the_blocks_is_refused() -> None:
     class Masked(Decoder):
         def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

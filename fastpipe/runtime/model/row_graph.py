@@ -294,6 +294,8 @@ class Tail(fx.Tracer):
             self.check(node, value)
         if isinstance(value, torch.Tensor) and self.knows(value):  # it returns what it gets
             value = torch.ops.aten.alias(value)
+        if type(value) in (tuple, list):  # the forward may iterate over them
+            self.check(self.graph.call_function(len, (node,)), len(value))
         self.hold(node, value, is_given)
         return value
 
