@@ -15,7 +15,7 @@ from fastpipe.runtime.common import Tensors
 from fastpipe.runtime.model.chain import Chain
 from fastpipe.runtime.transport.transport import Endpoint, Message
 from fastpipe.testing import Loopback, reference_step
-from tests.conftest import executors_in_turn
+from tests.conftest import executors_in_turn, skip_without_native
 from tests.runtime.checks import assert_same, same_bits
 from tests.runtime.models import squared
 from tests.runtime.tree_models import WIDTH, WithLinear
@@ -158,6 +158,7 @@ def test_without_the_option_the_unsplit_models_bits(schedule: str, model: str, e
 @pytest.mark.parametrize("model", MODELS)
 def test_with_it_the_same_sums_in_another_order(model: str, schedule: str) -> None:
     """Losses and outputs keep their bits; the executors agree in all; a value read by one stage has one order only."""
+    skip_without_native()
     x, target = batch()
     pipes = [pipeline(model, schedule, name, cache_carried=True) for name in ("python", "native")]
     unsplit = Chain(dict(enumerate(made(model, pipes[0].num_stages))))

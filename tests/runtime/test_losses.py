@@ -15,7 +15,7 @@ from fastpipe import AddedLosses, Pipeline, add_loss, make_schedule
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.runtime.step.result import StepResult
 from fastpipe.testing import reference_step
-from tests.conftest import executors_in_turn, overlap_of
+from tests.conftest import executors_in_turn, overlap_of, skip_without_native
 from tests.runtime.checks import assert_same, reference_of, same_bits, train_and_compare
 from tests.runtime.models import CASES, WIDTH, Balanced, Block, Case, measured, squared
 from tests.runtime.paired import PAIRED, Own
@@ -119,6 +119,7 @@ class WithinCheckpointed(Within):
 
 
 def test_a_checkpoint_in_a_forward_within_a_backward_is_no_silent_error(executor: str) -> None:
+    skip_without_native()  # nothing waits for W
     case = Case(lambda n: [WithinCheckpointed() for _ in range(n)])
     batch = case.batches(1, 17)[0]
     pipe = Pipeline(case.layers(4), "dualpipev", 8, squared, num_ranks=2, executor=executor)

@@ -193,7 +193,7 @@ def test_an_evaluation_between_backward_and_optimizer(executor: str) -> None:
 @pytest.mark.parametrize("count", [1, 3, 5])
 @pytest.mark.parametrize("schedule", ["dualpipev", "dualpipe", "interleaved_1f1b"])
 def test_an_evaluation_takes_any_number_of_microbatches(schedule: str, count: int) -> None:
-    pipe, unsplit = build(layers(Block), "native", schedule), nn.Sequential(*layers(Block))
+    pipe, unsplit = build(layers(Block), "auto", schedule), nn.Sequential(*layers(Block))
     x = torch.randn(16, WIDTH)
     with torch.no_grad():
         expected = torch.cat([unsplit(part) for part in x.tensor_split(count)])

@@ -10,6 +10,7 @@ from torch import nn
 from fastpipe import Pipeline, check_parity, load_checkpoint, save_checkpoint
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import Fault, reference_step
+from tests.conftest import skip_without_native
 from tests.runtime.checks import same_bits, unequal
 from tests.runtime.models import CASES, WIDTH, Block, Embed, squared
 
@@ -200,6 +201,7 @@ def test_frozen_and_moved_weights_are_followed() -> None:
 
 def test_it_is_described(executor: str) -> None:
     """Weights that wait for W are named, though only the alias is ever seen by a linear."""
+    skip_without_native()
     pipe = Pipeline(tied_layers(), "zb_h1", 4, loss_fn, num_ranks=2, executor=executor)
     ((x, y),) = batches(1, 9)
     pipe.step(x, target=y)
