@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from fastpipe import Pipeline
-from tests.conftest import BOTH, executors_in_turn
+from tests.conftest import BOTH, executors_in_turn, skip_without_native
 from tests.distributed.hosts import on_hosts
 from tests.distributed.ranks import ranks
 from tests.distributed.test_death import COUNT, SIZE, check, others, report
@@ -26,6 +27,12 @@ from tests.runtime.models import CASES
 
 Place = tuple[str, int]
 """Seconds. A host is taken to be gone after 1.5 of silence, and where it held the store that is another moment."""
+
+
+@pytest.fixture(autouse=True)
+def waits_can_be_ended() -> None:
+    """Without the extension only the timeout ends a wait for a message."""
+    skip_without_native()
 
 
 def cut_off(places: set[Place] | None = None) -> set[Place]:
