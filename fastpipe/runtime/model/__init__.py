@@ -57,14 +57,11 @@ from fastpipe.runtime.model.modules import (
     find_device,
     find_ties,
     flags_of,
-    from_torch,
-    group_of,
     named_parameters,
     prefixes_message,
     prefixes_of,
     skeleton,
     state_prefix,
-    torch_stages_per_rank,
 )
 from fastpipe.runtime.model.split import split
 from fastpipe.runtime.model.tied import (
@@ -82,3 +79,4 @@ from fastpipe.runtime.model.tied import (
     share,
     with_all_names,
 )
+from fastpipe.runtime.model.torch_stages import from_torch, group_of, torch_stages_per_rank

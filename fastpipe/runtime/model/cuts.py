@@ -36,7 +36,7 @@ from fastpipe.runtime.model.chain import (
     selected,
     split_carried,
 )
-from fastpipe.runtime.model.modules import torch_stages
+from fastpipe.runtime.model.torch_stages import torch_stages
 
 _REPEATS = 5
 logger = logging.getLogger("fastpipe")

@@ -316,9 +316,9 @@ class Tail(fx.Tracer):
             if not node.users and node.target in (operator.getitem, getattr):
                 self.graph.erase_node(node)
         self._check_unwritten()
-        first, *layers = _cut(self.graph)
-        inputs = [self._key(node) for node in self.graph.nodes if node.op == "placeholder" and node.users]
-        return Row(first, layers, early, inputs, self.given, self.buffers, defaults)
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder" and node.users]
+        first, *layers = _cut(self.graph, inputs)
+        return Row(first, layers, early, [*map(self._key, inputs)], self.given, self.buffers, defaults)
 
     def _check_unwritten(self) -> None:
         """Refuse changes in place, also by modules, of parameters and buffers, of which stages have copies."""
@@ -533,12 +533,11 @@ def _check_unshared(alive: Sequence[fx.Node]) -> None:
             raise UntraceableError("it changes in place a value of which later layers have a view, too")
 
 
-def _cut(graph: fx.Graph) -> list[RowLayer]:
-    """What layer 0 does after the model's forward, and a layer for each call of a module."""
+def _cut(graph: fx.Graph, inputs: Sequence[fx.Node]) -> list[RowLayer]:
+    """What layer 0 does after the model's forward with the inputs, and a layer for each call of a module."""
     numbers = _numbers(graph)
     layers = []
     for layer in range(max(numbers.values()) + 1):
-        inputs = [node for node in numbers if node.op == "placeholder" and node.users]
         arriving, leaving = _alive(numbers, layer) if layer else inputs, _alive(numbers, layer + 1)
         if layer:
             _check_unshared(leaving)
@@ -666,9 +665,9 @@ class _Recording(TorchFunctionMode):
 
     def _is_early(self, path: str, args: Any, kwargs: Any) -> bool:
         """Whether layer 0, which has called the module already, can do that again: of weights that would be in two."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        has_weights = any(True for _ in tensors_of(self._model.get_submodule(path)))
-        return path in self._before and has_weights and all(map(self.tail.is_given, leaves))
+        if path not in self._before or not any(tensors_of(self._model.get_submodule(path))):
+            return False
+        return all(map(self.tail.is_given, pytree.tree_leaves((args, kwargs))))
 
     def _results_before(self) -> dict[Source, torch.Tensor]:
         """What functions of torch made before the first block, and the forward holds, if only in a nested call."""

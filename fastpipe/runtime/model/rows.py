@@ -21,8 +21,19 @@ from torch.overrides import TorchFunctionMode
 from fastpipe.runtime.common import children_of, pytree, tensor_leaves, torch_private, version_of
 from fastpipe.runtime.model.chain import FULL, LAYERS, WholeNames, accepted_names, attributes_of, recomputed, shallow
 
-Variable = tuple[int, str, str]
-"""A tensor or an integer in a variable of a forward: the frame, from 0 for the innermost, the name, the path within."""
+
+class Variable(NamedTuple):
+    """A tensor or an integer in a variable of a forward.
+
+    Attributes:
+        frame: the frame's number, from 0 for the innermost.
+        name: of the variable.
+        path: of the tensor or integer in it.
+    """
+
+    frame: int
+    name: str
+    path: str
 
 
 class Result(NamedTuple):
@@ -68,7 +79,7 @@ class _Keeping(TorchFunctionMode):
 
     def __init__(self, wanted: Collection[Result]) -> None:
         super().__init__()
-        self.kept: dict[Source, torch.Tensor] = {}
+        self.kept: dict[Source, torch.Tensor | int] = {}
         self._wanted = wanted
         self._results = Results(_called.__code__)
 
@@ -174,6 +185,7 @@ class RowStage(WholeNames):
         # not children: they are submodules already, under the model's names
         self._own = [(model.get_submodule(layer.path), layer) for layer in own]
         copied: list[tuple[nn.Module, nn.Module]] = []
+        self._results = frozenset(key for key in row.inputs if isinstance(key, Result))
         self._before = [(_before_row(model, "", names - set(row.early), holders, copied), row)] if begins else []
         if begins:
             self.stand_for(model, copied)
@@ -234,15 +246,14 @@ class RowStage(WholeNames):
         self._check_unchanged(arguments)
         buffers = {i: self.get_buffer(name) for i, name in row.buffers.items()}
         versions = list(map(version_of, buffers.values()))
-        results = [key for key in row.inputs if isinstance(key, Result)]
-        keeping = _Keeping(results) if results else None
+        keeping = _Keeping(self._results) if self._results else None
         try:
             with keeping or nullcontext():
                 _called(model, args, kwargs)
         except _Reached as reached:  # itself not kept: its traceback has this frame, and holds what the forward made
             call = reached.call
-            found: dict[Source, Any] = {} if keeping is None else dict(keeping.kept)
-            if any(isinstance(key, tuple) and not isinstance(key, Result) for key in row.inputs):
+            found = {} if keeping is None else keeping.kept
+            if any(isinstance(key, Variable) for key in row.inputs):
                 found |= variables_in(_frames_of(reached))
         else:
             raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
@@ -399,7 +410,7 @@ def variables_in(frames: Iterable[FrameType]) -> dict[Source, torch.Tensor | int
         for name, value in frame.f_locals.items():
             for path, leaf in pytree.tree_leaves_with_path(value):
                 if isinstance(leaf, torch.Tensor | int) and not isinstance(leaf, nn.Parameter | bool):
-                    found[number, name, pytree.keystr(path)] = leaf
+                    found[Variable(number, name, pytree.keystr(path))] = leaf
     return found
 
 
