@@ -107,7 +107,11 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 def no_cache(model: Any) -> dict[str, bool]:
     """The argument of a model's forward by which it keeps no cache of keys and values, if it has one."""
-    has_cache = hasattr(model.config, "use_cache") or "use_cache" in inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    # a model of images and text has a config of each
+    configs = [model.config, *(vars(model.config).values() if takes_any else ())]
+    has_cache = "use_cache" in parameters or any(hasattr(config, "use_cache") for config in configs)
     return {"use_cache": False} if has_cache else {}
 
 

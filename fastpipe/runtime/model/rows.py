@@ -264,8 +264,8 @@ class RowStage(WholeNames):
             value is None and not isinstance(key, int) for key, value in zip(row.inputs, inputs, strict=False)
         ):
             raise OtherInputsError(
-                "split: the model's blocks get other arguments than on the example that it was split with; give these "
-                "in the example, too"
+                "split: the model's blocks get other arguments than on the example that it was split with: split the "
+                "model with an example like the step's inputs"
             )
         if versions != list(map(version_of, buffers.values())):
             raise ValueError(
@@ -408,10 +408,23 @@ def variables_in(frames: Iterable[FrameType]) -> dict[Source, torch.Tensor | int
     ours = {nn.Module.__module__, __name__}
     for number, frame in enumerate(frame for frame in frames if frame.f_globals["__name__"] not in ours):
         for name, value in frame.f_locals.items():
-            for path, leaf in pytree.tree_leaves_with_path(value):
+            for path, leaf in _leaves_of(value):
                 if isinstance(leaf, torch.Tensor | int) and not isinstance(leaf, nn.Parameter | bool):
-                    found[Variable(number, name, pytree.keystr(path))] = leaf
+                    found[Variable(number, name, path)] = leaf
     return found
+
+
+def _leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a value, with paths that have the lengths of lists, which may be of the rows of a batch."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _leaves_of(part, f"{path}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for i, part in enumerate(value):
+            yield from _leaves_of(part, f"{path}[{i} of {len(value)}]")
+    else:
+        for keys, leaf in pytree.tree_leaves_with_path(value):
+            yield path + pytree.keystr(keys), leaf
 
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

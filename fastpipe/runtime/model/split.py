@@ -140,7 +140,11 @@ def _of_hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any
             with making_masks(kwargs):
                 return _row(model, example, {**no_cache(model), **kwargs}, no_cache(model))
         except Exception as other:  # also the model's, of an example that it does not take
-            raise ValueError(f"{error}. Its forward was recorded, too, and that failed: {first_line(other)}") from other
+            why = str(error).partition(f"; {INSTEAD}")[0].partition(f", or {INSTEAD}")[0]
+            raise ValueError(
+                f"model: the forward of {type(model).__name__} was recorded, and that failed: {first_line(other)}. It "
+                f"was recorded since {why}"
+            ) from other
 
 
 def _row(

@@ -254,9 +254,11 @@ def _is_by_position(name: str, request: Request, stages: Sequence[Stage]) -> boo
 
 def _check_rules_by_position(first: Stage, request: Request, rules: Rules) -> None:
     """Refuse a rule by name for an input that is given by position."""
+    if not isinstance(rules, Mapping):
+        return
     names = positional_names(unwrapped(first.modules[0]))[: len(request.args)]
     for position, name in enumerate(names):
-        if isinstance(rules, Mapping) and name in rules and name != "target":
+        if name in rules and name != "target":
             raise ValueError(
                 f"split[{name!r}]: step gets this input by position; write split={{{position}: ...}}, or call "
                 f"step({name}=...)"
