@@ -1319,6 +1319,22 @@ def test_rows_that_a_forward_iterates_over() -> None:
         pipe.step(batch(12)[0], target=batch(12)[1])
 
 
+def test_a_list_of_rows_from_before_the_blocks() -> None:
+    """A stage takes two of its tensors from the forward's variable, and would leave out further ones."""
+
+    class Listed(Decoder):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            x = self.embed(ids, 0)
+            rows = {"rows": list(x.mean(1))}
+            return ending(self, through(self, x)) + torch.stack(rows["rows"]).sum()
+
+    ids, target = batch(8)
+    pipe = fastpipe.Pipeline(fastpipe.split(Listed(), ids[:2]), "1f1b", 4, loss_fn, num_ranks=2)
+    assert fastpipe.check_parity(pipe, Listed(), (ids, target)).ok
+    with pytest.raises(ValueError, match="get other arguments than on the example.*like the step's inputs"):
+        pipe.step(batch(12)[0], target=batch(12)[1])
+
+
 def test_a_value_that_is_read_before_the_blocks_is_refused() -> None:
     class Masked(Decoder):
         def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

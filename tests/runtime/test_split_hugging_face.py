@@ -290,9 +290,7 @@ def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ValueError, match="LlamaModel: .*ForCausalLM, .*has no head, give the one that has"):
         fastpipe.split(decoder("llama").model)
     t5 = transformers.AutoConfig.for_model("t5", vocab_size=8, d_model=8, d_kv=2, d_ff=8, num_layers=1, num_heads=2)
-    with pytest.raises(
-        ValueError, match="T5ForConditionalGeneration was .* that failed: You must specify"
-    ):
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration was .* that failed: You must specify"):
         fastpipe.split(transformers.T5ForConditionalGeneration(t5), ids)
     odd = decoder("llama")
     odd.model.extra = nn.Linear(2, 2)
@@ -385,13 +383,13 @@ def test_images_and_text(kind: str, executor: str) -> None:
     """By the model's own loss. The forward of llava makes a list of the rows; the images of qwen2_vl are patches."""
     model, batch = seeing(kind)
     layers = fastpipe.split(model, **{name: value[: len(value) // 3] for name, value in batch.items()})
-    assert len(layers) >= 6, "each block of the text is a layer"
+    assert len(layers) >= (10 if kind == "llava" else 6), "each block is a layer; of qwen2_vl those of the text"
     cut: dict[str, Any] = {"pixel_values": lambda value, count: value.chunk(count)}
     pipe = fastpipe.Pipeline(layers, "zbv", 3, num_ranks=2, executor=executor, split=cut)
     parity = fastpipe.check_parity(pipe, model, ((), None), kwargs=batch)
     assert parity.ok and parity.num_compared == len(list(model.parameters())), parity
     if kind == "llava":
-        with pytest.raises(ValueError, match="other arguments than on the example.*like the step's inputs"):
+        with pytest.raises(ValueError, match="was 2 on the example.*like the step's inputs"):
             pipe.step(**{name: value.repeat_interleave(2, 0) for name, value in batch.items()})
 
 
