@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -1267,6 +1268,10 @@ SILENT: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "autocast off": (full_precision, "with torch.autocast around both, its layers"),
     "random layers": (partial(dropping, draw=lambda: torch.rand(()), in_modes=(True, False)), "reads the value"),
     "random layers of Python": (partial(dropping, draw=random.random, in_modes=(True, False)), "other random numbers"),
+    "random layers of NumPy": (
+        partial(dropping, draw=np.random.random, in_modes=(True, False)),
+        "other random numbers",
+    ),
     "random layers in training": (partial(dropping, draw=random.random, in_modes=(True,)), "in training, .* random"),
     "random layers in evaluation": (partial(dropping, draw=random.random, in_modes=(False,)), "in evaluation, .* rand"),
     "a head of zeros": (without_weights, "in training|in evaluation"),
@@ -1333,6 +1338,45 @@ def test_a_list_of_rows_from_before_the_blocks() -> None:
     assert fastpipe.check_parity(pipe, Listed(), (ids, target)).ok
     with pytest.raises(ValueError, match="get other arguments than on the example.*like the step's inputs"):
         pipe.step(batch(12)[0], target=batch(12)[1])
+
+
+def test_integers_that_modules_return() -> None:
+    """Such as the height of an image, which the forward uses afterwards: they differ from those on the example."""
+
+    class Counting(Block):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:  # type: ignore[override]
+            return super().forward(x), x.shape[1]
+
+    class Counted(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner["blocks"] = nn.ModuleList(Counting() for _ in range(3))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            x = self.embed(ids, 0)
+            for block in self.inner["blocks"]:
+                x, count = block(x)
+                x = x.flatten(0, 1).unflatten(0, (-1, count)) / count
+            return ending(self, x)
+
+    layers = fastpipe.split(Counted(), batch()[0][:2, :5])
+    assert len(layers) == 6
+    pipe = fastpipe.Pipeline(layers, "1f1b", 3, loss_fn, num_ranks=2)
+    assert fastpipe.check_parity(pipe, Counted(), batch()).ok
+
+
+def test_masks_drawn_by_numpy_before_the_blocks() -> None:
+    """As in models of speech: the model and its layers, one after the other, draw the same ones."""
+
+    class Masked(Decoder):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            x = self.embed(ids, 0)
+            mask = torch.from_numpy(np.random.rand(*x.shape) < 0.9)
+            return ending(self, through(self, x * mask))
+
+    state = np.random.get_state()[1].copy()
+    assert len(fastpipe.split(Masked(), batch()[0][:2])) == 9
+    assert (np.random.get_state()[1] == state).all()
 
 
 def test_a_value_that_is_read_before_the_blocks_is_refused() -> None:

@@ -692,6 +692,7 @@ class _Recording(TorchFunctionMode):
                 output = pytree.tree_map_only(torch.Tensor, self._detached, output)
             self._open[0].output = output
             if self._open[0].node is not None:
+                output = pytree.tree_map_only(lambda leaf: type(leaf) is int, self.tail.number_of, output)
                 self.tail.follow_mode()
                 self.tail.hold(self._open[0].node, output, False)
         self._open.pop()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -279,8 +280,9 @@ def _observed(model: nn.Module, row: Iterable[str], run: Callable[[], Any]) -> l
     finally:
         for handle in handles:
             handle.remove()
-    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda_devices([model])), hash(random.getstate())]
-    return [output, seen, states]
+    drawn: Any = np.random.get_state()
+    others = hash((random.getstate(), drawn[1].tobytes(), drawn[2]))
+    return [output, seen, [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda_devices([model])), others]]
 
 
 def _is_equal(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any]) -> bool | None:
@@ -410,12 +412,13 @@ def _compare(model: nn.Module, layers: Layers, whole: Callable[[], Any], sequenc
 
 def _run_restored(model: nn.Module, run: Callable[[], Result]) -> Result:
     """Return a run's result; restore the model and the random generators."""
-    state = random.getstate()
+    state, state_of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), restored(model):
             return run()
     finally:
         random.setstate(state)
+        np.random.set_state(state_of_numpy)
 
 
 def _equal_in_mode(
