@@ -1365,6 +1365,36 @@ def test_integers_that_modules_return() -> None:
     assert fastpipe.check_parity(pipe, Counted(), batch()).ok
 
 
+def test_what_a_blocks_class_says() -> None:
+    """The forward reads a constant of the class and a property before it calls the first block."""
+
+    class Scaled(Block):
+        factor = 0.5
+
+        @property
+        def shift(self) -> float:
+            return self.factor * 2
+
+        @property
+        def unknown(self) -> float:
+            raise RuntimeError("not here")
+
+    class Scaling(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner["blocks"] = nn.ModuleList(Scaled() for _ in range(3))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            x = self.embed(ids, 0)
+            for block in self.inner["blocks"]:
+                x = block(x * block.factor + block.shift)
+            return ending(self, x)
+
+    layers = fastpipe.split(Scaling(), batch()[0][:2])
+    assert len(layers) == 6
+    assert fastpipe.check_parity(fastpipe.Pipeline(layers, "1f1b", 3, loss_fn, num_ranks=2), Scaling(), batch()).ok
+
+
 def test_masks_drawn_by_numpy_before_the_blocks() -> None:
     """As in models of speech: the model and its layers, one after the other, draw the same ones."""
 

@@ -405,7 +405,8 @@ def _compare(model: nn.Module, layers: Layers, whole: Callable[[], Any], sequenc
         raise ValueError(f"model: {differ}; {INSTEAD}")
     raise ValueError(
         f"model: in {'training' if model.training != same else 'evaluation'}, {differ}; make what its forward does "
-        "between them, such as dropout, a module, or set its probability to 0, let blocks find the mode themselves, or "
+        "between them, such as dropout, a module, or set its probability to 0 (also that of leaving out layers, a "
+        "config's layerdrop), let blocks find the mode themselves, or "
         f"{INSTEAD}"
     )
 
