@@ -7,6 +7,7 @@ recorded as a graph of `torch.fx`; it is cut before each call. The forward gets 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 import weakref
@@ -678,8 +679,9 @@ class _Recording(TorchFunctionMode):
         self._made[id(tensor)] = source, weakref.ref(tensor)
 
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.grad_fn is not None and not tensor._is_view():
-            return tensor.detach_()  # the same, which a hook of the model may have kept
+        if tensor.grad_fn is not None:
+            with contextlib.suppress(RuntimeError):  # a view
+                return tensor.detach_()  # itself, which a hook of the model may have kept
         found = tensor.detach()
         source, reference = self._made.get(id(tensor), (0, None))
         if reference is not None and reference() is tensor:
