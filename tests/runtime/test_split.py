@@ -9,6 +9,7 @@ import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -1439,3 +1440,66 @@ def test_an_example_on_which_the_model_cannot_be_trained_is_refused() -> None:
         fastpipe.split(model, ids[:1])
     with pytest.raises(ValueError, match="in training, its layers in sequence"):
         fastpipe.split(model, ids[:2])
+
+
+@dataclass
+class Returned:
+    y: torch.Tensor
+    gates: torch.Tensor
+
+
+class Sums(nn.Module):
+    """Before its first block it iterates over a generator, asks a block for its state, and runs generated code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.blocks = nn.ModuleList(Stateful() for _ in range(4))
+        self.register_buffer("adjacent", torch.eye(WIDTH).to_sparse())
+        names: dict[str, Any] = {}  # without a __name__
+        exec("def double(x): return x.mul(2)", names)
+        self.double = [names["double"]]
+
+    def forward(self, x: torch.Tensor) -> Returned:
+        gates = self.gate(self.double[0](x)) + self.blocks[0].state()  # type: ignore[operator]
+        y = sum(gates[:, i : i + 1] * block(x) for i, block in enumerate(self.blocks))
+        return Returned(torch.sparse.mm(self.adjacent, y.t()).t(), gates)
+
+
+class Stateful(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.parts = nn.ModuleList([nn.Tanh(), None])  # type: ignore[list-item]
+
+    def state(self) -> float:
+        return self.out_features / 2
+
+
+def test_what_a_forward_does_before_its_first_block() -> None:
+    """It may be in a generator, in generated code and in methods of blocks; the output may be a dataclass."""
+    model, x = Sums(), torch.randn(8, WIDTH)
+    layers = fastpipe.split(model, x[:2])
+    for _ in range(20):  # Python specializes code that runs often
+        layers[0](x[:2])
+    pipe = fastpipe.Pipeline(layers, "zbv", 4, lambda out, _: (out.y * out.gates[:, :1]).sum(), num_ranks=2)
+    parity = fastpipe.check_parity(pipe, model, (x, torch.zeros(8)))
+    assert parity.ok, parity
+
+
+def test_what_fails_while_it_is_recorded_is_refused() -> None:
+    class Packs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            lengths = torch.full((len(x),), 3)
+            return self.rnn(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))[1][0]
+
+    with pytest.raises(ValueError, match="after .* that split cannot follow"):
+        fastpipe.split(Packs(), torch.randn(2, 3, WIDTH))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # the model's own
+        fastpipe.split(Packs(), torch.randn(2, 3, WIDTH + 1))

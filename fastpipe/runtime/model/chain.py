@@ -517,7 +517,7 @@ def _of_class(module: nn.Module) -> dict[str, Any]:
 
 def _likeness(module: nn.Module) -> Any:
     if isinstance(module, nn.ModuleList | nn.Sequential):
-        return list(map(_likeness, module))
+        return [None if child is None else _likeness(child) for child in module]
     return SimpleNamespace(**attributes_of(module))
 
 

@@ -40,6 +40,7 @@ from fastpipe.runtime.model.rows import (
     Source,
     check_same,
     holders_of,
+    module_of,
     state_of,
     variables_in,
     without_tensors,
@@ -217,7 +218,7 @@ class Tail(fx.Tracer):
     def check(self, node: fx.Node, value: Any) -> None:
         """Let a step refuse another value than this one, on which the forward may decide."""
         frame = inspect.currentframe()
-        while frame is not None and frame.f_globals["__name__"].split(".")[0] in ("torch", "fastpipe"):
+        while frame is not None and module_of(frame).partition(".")[0] in ("torch", "fastpipe"):
             frame = frame.f_back
         where = "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         self.graph.call_function(check_same, (node, value, where))
@@ -327,10 +328,10 @@ class Tail(fx.Tracer):
         nodes = [node for node in self.graph.nodes if isinstance(node.meta.get("value"), torch.Tensor)]
         for node in nodes:
             if node.op == "get_attr" or isinstance(node.meta.get("key"), str):
-                held[node.meta["value"].untyped_storage().data_ptr()] = node.meta.get("key", node.target)
+                held[_address_of(node.meta["value"])] = node.meta.get("key", node.target)
         for node in nodes:
             value = node.meta["value"]
-            name = held.get(value.untyped_storage().data_ptr())
+            name = held.get(_address_of(value))
             if name is not None and value.numel() and version_of(value) > node.meta["version"]:
                 raise UntraceableError(f"it changes {name} in place")
 
@@ -436,7 +437,10 @@ def row_of_modules(
     recording = _Recording(model, blocks, others)
     try:
         output = recording.run(args, kwargs)
-    except UntraceableError as error:
+    except Exception as error:
+        if not isinstance(error, UntraceableError):
+            with torch.enable_grad():
+                model(*args, **kwargs)  # raises what is the model's own error
         raise _refusal([blocks[0], *recording.names()][-1], error) from error
     names = recording.names()
     if not names:
@@ -522,12 +526,18 @@ def _alive(numbers: Mapping[fx.Node, int], layer: int) -> list[fx.Node]:
     return [node for node in made if any(numbers[user] >= layer for user in node.users)]
 
 
+def _address_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; 0 for one without, or of several parts (sparse, nested)."""
+    is_whole = tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.untyped_storage().data_ptr() if is_whole else 0
+
+
 def _check_unshared(alive: Sequence[fx.Node]) -> None:
     """Refuse values in one memory that change later, as a stage has a copy of each."""
     found: dict[int, list[fx.Node]] = {}
     for node in alive:
         if isinstance(node.meta["value"], torch.Tensor):
-            found.setdefault(node.meta["value"].untyped_storage().data_ptr(), []).append(node)
+            found.setdefault(_address_of(node.meta["value"]), []).append(node)
     for pointer, nodes in found.items():
         known = max(node.meta["version"] for node in nodes)
         if pointer and len(nodes) > 1 and any(version_of(node.meta["value"]) > known for node in nodes):

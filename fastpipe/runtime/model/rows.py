@@ -10,7 +10,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -36,16 +36,20 @@ class Variable(NamedTuple):
     path: str
 
 
+Place = tuple[int | None, ...]
+"""Lines and columns: Python calls from another instruction of the same place once it has specialized code."""
+
+
 class Result(NamedTuple):
     """A tensor that a function of torch returned.
 
     Attributes:
-        calls: the code and the instruction of each call that led to it, but for torch's, the innermost first.
+        calls: the code, and the place in it, of each call that led to it, but for torch's, the innermost first.
         number: how many functions these had called before.
         leaf: its number among the tensors that the function returned.
     """
 
-    calls: tuple[tuple[CodeType, int], ...]
+    calls: tuple[tuple[CodeType, Place], ...]
     number: int
     leaf: int
 
@@ -54,19 +58,30 @@ Source = int | str | Variable | Result
 """Where an input of a row is from: a leaf of the first block's arguments, a parameter, or a value of the forward."""
 
 
+def module_of(frame: FrameType) -> str:
+    """The name of the module of a frame's code; empty for code that was made at run time, without one."""
+    return str(frame.f_globals.get("__name__", ""))
+
+
+@lru_cache(1024)
+def _places(code: CodeType) -> list[Place]:
+    """The place of each instruction, of two bytes."""
+    return list(code.co_positions())
+
+
 class Results:
     """Numbers what functions of torch return while the forward called by ``caller`` runs."""
 
     def __init__(self, caller: CodeType) -> None:
         self._caller = caller
-        self._counts: Counter[tuple[tuple[CodeType, int], ...]] = Counter()
+        self._counts: Counter[tuple[tuple[CodeType, Place], ...]] = Counter()
 
     def of(self, value: Any) -> Iterator[tuple[Result, torch.Tensor]]:
         """The tensors that a function just returned."""
         calls, frame = [], inspect.currentframe()
         while frame is not None and frame.f_code is not self._caller:
-            if frame.f_globals["__name__"].partition(".")[0] not in ("torch", "fastpipe"):
-                calls.append((frame.f_code, frame.f_lasti))
+            if module_of(frame).partition(".")[0] not in ("torch", "fastpipe"):
+                calls.append((frame.f_code, _places(frame.f_code)[frame.f_lasti // 2]))
             frame = frame.f_back
         key = tuple(calls)
         self._counts[key] += 1
@@ -318,8 +333,10 @@ class _Reached(BaseException):
 
 
 def _end(block: nn.Module) -> nn.Module:
-    """Replaces a module of the row, to end the model's forward, which may read attributes of it before."""
+    """Replaces a module of the row, to end the model's forward, which may use its attributes and methods before."""
     module = nn.Module()
+    if not isinstance(block, torch.jit.ScriptModule):
+        module.__class__ = type(block)
     vars(module).update(attributes_of(block))
     module.register_forward_pre_hook(_reach, with_kwargs=True)
     return module
@@ -406,7 +423,7 @@ def variables_in(frames: Iterable[FrameType]) -> dict[Source, torch.Tensor | int
     """
     found: dict[Source, torch.Tensor | int] = {}
     ours = {nn.Module.__module__, __name__}
-    for number, frame in enumerate(frame for frame in frames if frame.f_globals["__name__"] not in ours):
+    for number, frame in enumerate(frame for frame in frames if module_of(frame) not in ours):
         for name, value in frame.f_locals.items():
             for path, leaf in _leaves_of(value):
                 if isinstance(leaf, torch.Tensor | int) and not isinstance(leaf, nn.Parameter | bool):

@@ -14,6 +14,7 @@ import operator
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -298,8 +299,18 @@ def _is_equal(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[],
 
 
 def _same(found: Any, expected: Any) -> bool:
-    pairs = [pytree.tree_leaves(found), pytree.tree_leaves(expected)]
+    pairs = [[*_leaves_of(found)], [*_leaves_of(expected)]]
     return len(pairs[0]) == len(pairs[1]) and all(map(_same_leaf, *pairs))
+
+
+def _leaves_of(value: Any) -> Iterator[Any]:
+    """The leaves of a run's results, with those of dataclasses, which no pytree has."""
+    for leaf in pytree.tree_leaves(value):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            yield type(leaf)
+            yield from (part for field in fields(leaf) for part in _leaves_of(getattr(leaf, field.name)))
+        else:
+            yield leaf
 
 
 def _same_leaf(found: Any, expected: Any) -> bool:
