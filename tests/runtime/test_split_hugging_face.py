@@ -290,9 +290,7 @@ def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ValueError, match="LlamaModel: .*ForCausalLM, .*has no head, give the one that has"):
         fastpipe.split(decoder("llama").model)
     t5 = transformers.AutoConfig.for_model("t5", vocab_size=8, d_model=8, d_kv=2, d_ff=8, num_layers=1, num_heads=2)
-    with pytest.raises(
-        ValueError, match="T5ForConditionalGeneration was .* that failed: You must specify"
-    ):
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration was .* that failed: You must specify"):
         fastpipe.split(transformers.T5ForConditionalGeneration(t5), ids)
     odd = decoder("llama")
     odd.model.extra = nn.Linear(2, 2)
