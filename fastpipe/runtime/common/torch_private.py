@@ -713,7 +713,7 @@ PRIVATE = (
         "names of parameters in checkpoint_wrapper",
         "checkpoints",
     ),
-    Private("torch.Tensor", "_version", "changes in place", f"{_REPLICATED}, split"),
+    Private("torch.Tensor", "_version", "changes in place", f"{_REPLICATED}, split, recomputation"),
     Private("torch.Tensor", "_cdata", "a parameter's address, for the extension", "replicas with a split backward"),
     Private(
         "torch.Tensor", "_backward_hooks", "a parameter's hooks, to be refused or shared", "tied weights, two routes"

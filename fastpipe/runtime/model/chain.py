@@ -193,9 +193,15 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
     Args:
         function: called again in the backward.
         module: the buffers that the function may change.
+
+    Raises:
+        ValueError: if the function changes an input in place. torch notices that of tensors that are arguments
+            themselves, but not of those in a dict, a list or a keyword argument, whose gradients would be wrong.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    versions = [torch_private.version_of(tensor) for tensor in tensors]
     is_repetition = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -208,7 +214,14 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
             if put_back is not None:
                 put_back()
 
-    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+    output = checkpoint(run, *args, use_reentrant=False, **kwargs)
+    if versions != [torch_private.version_of(tensor) for tensor in tensors]:
+        name = "a stage" if isinstance(module, Chain) else type(module).__name__
+        raise ValueError(
+            f"recompute: the forward of {name} changes an input in place, so the backward cannot compute it again: "
+            "change a clone() of it, leave out inplace=True, or set recompute='none' for this stage"
+        )
+    return output
 
 
 class Original:
