@@ -504,28 +504,15 @@ _OF_A_STAGE = ("training", "forward")
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """A module's attributes without its memory: tensors are on meta, submodules are namespaces of theirs, or lists.
 
-    With those of its class, but for methods. Without its mode: the stages have their own.
+    Without its mode: the stages have their own.
     """
     public = {name: value for name, value in vars(module).items() if name[0] != "_" and name not in _OF_A_STAGE}
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return (
-        _of_class(module)
-        | public
+        public
         | {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors}
         | {name: _likeness(child) for name, child in children_of(module).items() if child is not None}
     )
-
-
-def _of_class(module: nn.Module) -> dict[str, Any]:
-    """The constants and properties of a module's class."""
-    found = {}
-    for name in dir(type(module)):
-        if name[0] != "_" and not hasattr(nn.Module, name):
-            with contextlib.suppress(Exception):  # of a property that has no value here
-                value = getattr(module, name)
-                if not callable(value) and not isinstance(value, torch.Tensor):
-                    found[name] = value
-    return found
 
 
 def _likeness(module: nn.Module) -> Any:

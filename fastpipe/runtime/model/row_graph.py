@@ -437,10 +437,10 @@ def row_of_modules(
     recording = _Recording(model, blocks, others)
     try:
         output = recording.run(args, kwargs)
-    except Exception as error:
+    except Exception as error:  # raised again
         if not isinstance(error, UntraceableError):
             with torch.enable_grad():
-                model(*args, **kwargs)  # raises what is the model's own error
+                model(*args, **kwargs)  # which raises it if it is the model's own
         raise _refusal([blocks[0], *recording.names()][-1], error) from error
     names = recording.names()
     if not names:
