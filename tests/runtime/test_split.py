@@ -1396,6 +1396,25 @@ def test_what_a_blocks_class_says() -> None:
     assert fastpipe.check_parity(fastpipe.Pipeline(layers, "1f1b", 3, loss_fn, num_ranks=2), Scaling(), batch()).ok
 
 
+def test_compiled_blocks_in_the_list(executor: str) -> None:
+    """By torch.compile(block): split runs them as they are written, and stages the compiled ones."""
+    compiled = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model = Decoder()
+    blocks: Any = model.inner["blocks"]
+    for i in range(len(blocks)):
+        blocks[i] = torch.compile(blocks[i], backend=backend)
+    layers = fastpipe.split(model, batch()[0][:2])
+    assert len(layers) == 9 and not compiled
+    pipe = fastpipe.Pipeline(layers, "1f1b", 3, loss_fn, num_ranks=2, executor=executor)
+    assert fastpipe.check_parity(pipe, model, batch()).ok and compiled
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+
+
 def test_masks_drawn_by_numpy_before_the_blocks() -> None:
     """As in models of speech: the model and its layers, one after the other, draw the same ones."""
 

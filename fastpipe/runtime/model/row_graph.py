@@ -409,7 +409,7 @@ def _members(path: str, module: nn.Module) -> list[str]:
     """The members of a list or dict; in place of one without a forward, such as another list, its own members."""
     found = []
     for name, member in module.named_children():
-        is_called = type(member).forward is not nn.Module.forward
+        is_called = getattr(member.forward, "__func__", None) is not nn.Module.forward
         found += [f"{path}.{name}"] if is_called else _members(f"{path}.{name}", member)
     return found
 

@@ -14,6 +14,7 @@ import operator
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -422,11 +423,17 @@ def _compare(model: nn.Module, layers: Layers, whole: Callable[[], Any], sequenc
     )
 
 
+def _uncompiled() -> AbstractContextManager[None]:
+    """Context in which compiled blocks run as they are written: torch would compile the hooks of a recording, too."""
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 def _run_restored(model: nn.Module, run: Callable[[], Result]) -> Result:
     """Return a run's result; restore the model and the random generators."""
     state, state_of_numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), restored(model):
+        with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), restored(model), _uncompiled():
             return run()
     finally:
         random.setstate(state)
