@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fastpipe.runtime.common import children_of, keep_buffers, pytree, torch_private
+from fastpipe.runtime.common import children_of, keep_buffers, pytree, tensor_leaves, torch_private, version_of
 from fastpipe.runtime.data_parallel import is_sharded
 
 
@@ -200,8 +200,8 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
-    versions = [torch_private.version_of(tensor) for tensor in tensors]
+    tensors = tensor_leaves((args, dict(kwargs)))
+    versions = [version_of(tensor) for tensor in tensors]
     is_repetition = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -215,7 +215,7 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
                 put_back()
 
     output = checkpoint(run, *args, use_reentrant=False, **kwargs)
-    if versions != [torch_private.version_of(tensor) for tensor in tensors]:
+    if versions != [version_of(tensor) for tensor in tensors]:
         name = "a stage" if isinstance(module, Chain) else type(module).__name__
         raise ValueError(
             f"recompute: the forward of {name} changes an input in place, so the backward cannot compute it again: "
