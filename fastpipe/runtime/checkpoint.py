@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -77,6 +77,7 @@ from fastpipe.runtime.common import (
 from fastpipe.runtime.coordination import Control, Reply
 from fastpipe.runtime.model import with_all_names
 from fastpipe.runtime.pipeline import Pipeline
+from fastpipe.runtime.safe_load import MetadataReader, ValuePlanner, check_loadable
 from fastpipe.runtime.transport import SharedCall, drop_side_group, gather_messages, side_group
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -388,8 +389,8 @@ class _Writer(FileSystemWriter):
             self._save.discard()
 
 
-class _Reader(FileSystemReader):
-    """DCP's reader, which verifies the checksums of the files before it reads them; each rank verifies a part.
+class _Reader(MetadataReader):
+    """A reader that verifies the checksums of the files before it reads them; each rank verifies a part.
 
     Args:
         files: the size and CRC-32 of each file, by name; empty for a checkpoint without a manifest.
@@ -398,7 +399,7 @@ class _Reader(FileSystemReader):
 
     def __init__(self, folder: Path, files: Mapping[str, tuple[int, int]], group: Any) -> None:
         super().__init__(folder)
-        self._folder, self._files, self._group = folder, files, group
+        self._files, self._group = files, group
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         check_contents(self._folder, self._files, *_place_in(self._group))
@@ -516,8 +517,9 @@ def save_checkpoint(
         path: a folder: new, empty, or an existing checkpoint, which is replaced. Its parent folder must be writable.
         pipe: the pipeline.
         optimizer: one or several, of `pipe.parameters()`.
-        extra: other state of the script, the same on every rank: the step, the state of a learning-rate scheduler. Any
-            object that can be pickled.
+        extra: other state of the script, the same on every rank: the step, the state of a learning-rate scheduler.
+            Numbers, texts, tensors, NumPy arrays, paths and ``argparse.Namespace``, in tuples, lists, sets and dicts;
+            and classes that `torch.serialization.add_safe_globals` allows, also when it is loaded.
         asynchronous: return when the state is copied, and write in the background.
         keep: the number of checkpoints to keep in the parent folder, including this one; older ones are removed when
             this one is complete. Default: all.
@@ -528,9 +530,10 @@ def save_checkpoint(
         None; or a future whose ``result()`` returns when the checkpoint is complete, or raises the error.
 
     Raises:
-        ValueError: for an optimizer of other parameters, or with state that cannot be saved; on every rank if some
-            processes give an optimizer and others none, or another path; for a path with files other than a
-            checkpoint's; for `keep` below 1; for a `group` without all processes of the pipeline.
+        ValueError: for an optimizer of other parameters, or with state that cannot be saved; for a value that would not
+            be loaded, as its class could execute code; on every rank if some processes give an optimizer and others
+            none, or another path; for a path with files other than a checkpoint's; for `keep` below 1; for a `group`
+            without all processes of the pipeline.
         OSError: if the files cannot be written on this rank.
         StepError: if another rank cannot save, or exits during the save.
         RuntimeError: if the last save in the background failed and its future was not read; if torch's process group
@@ -551,6 +554,7 @@ def save_checkpoint(
             raise ValueError(f"keep = {keep!r}: give a whole number of at least 1 (the new checkpoint counts), or None")
         check_target(path)
         whole = whole_state(pipe, optimizers, extra)
+        _check_loadable(whole)
         # a copy for the background here, as the others are told if there is no room for it
         state.update(_copied(whole) if asynchronous else whole)
         writers.append(_Writer(real_path(path), step, keep, _place_in(group)[1]))
@@ -603,6 +607,12 @@ def _check_unrepeated(state: Mapping[str, Any]) -> None:
                 f"stages: elements of {key} share memory (by expand, for example), and a checkpoint could not be "
                 "loaded into it: register a clone() of it, or register_buffer(..., persistent=False) for a constant"
             )
+
+
+def _check_loadable(state: Mapping[str, Any]) -> None:
+    for section, values in state.items():
+        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+            check_loadable(f"{section}.{key}" if key else section, value)
 
 
 def _write(writer: _Writer, state: dict[str, Any], group: Any) -> None:
@@ -747,8 +757,8 @@ def load_checkpoint(
     Before anything changes, the size and the checksum of every file are verified, a part on each rank. A checkpoint
     without a manifest (written by DCP alone) logs a warning.
 
-    Checkpoints must come from a trusted source: `torch.distributed.checkpoint` reads its metadata with pickle, which
-    can execute code.
+    Nothing that a file names is executed: values are read as by ``torch.load(weights_only=True)``, see
+    `fastpipe.runtime.safe_load`.
 
     Args:
         path: the folder.
@@ -763,8 +773,9 @@ def load_checkpoint(
         FileNotFoundError: if there is no complete checkpoint.
         KeyError: if it lacks a key that is needed here.
         ValueError: if a file is missing or altered, files of two saves are mixed, or processes find different
-            checkpoints; if the checkpoint has keys of the model that no rank loads, other shapes, other parameter
-            groups, or two values for a tied weight; if some processes give an optimizer and others none.
+            checkpoints; if a value's class could execute code; if the checkpoint has keys of the model that no rank
+            loads, other shapes, other parameter groups, or two values for a tied weight; if some processes give an
+            optimizer and others none.
         StepError: if another rank cannot load.
     """
     _check_pipe(pipe)
@@ -805,7 +816,8 @@ def load_checkpoint(
             _check_same(found, "save", "which are different checkpoints")
         _check_all_taken(_section(saved, "model"), replies, path)
         with _lost_named(pipe, group), shared.collective(CheckpointException):
-            load(state, storage_reader=readers[0], process_group=group, no_dist=not dist.is_initialized())
+            no_dist = not dist.is_initialized()
+            load(state, storage_reader=readers[0], planner=ValuePlanner(), process_group=group, no_dist=no_dist)
 
     with _errors_of_dcp(call, pipe, group):
         pipe._steps.all_gather(call, prepare, read, shared)
@@ -883,10 +895,10 @@ def _checked(folder: Path, *, warns: bool) -> tuple[Manifest | None, Metadata]:
     manifest = check_files(folder)
     if manifest is not None:
         check_contents(folder, {METADATA: manifest.files[METADATA]})
-        return manifest, FileSystemReader(folder).read_metadata()
+        return manifest, MetadataReader(folder).read_metadata()
     if warns:
         logger.warning("the checkpoint %s has no manifest: its files cannot be verified", folder)
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = MetadataReader(folder).read_metadata()
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         ends[info.relative_path] = max(info.offset + info.length, ends.get(info.relative_path, 0))

@@ -3,13 +3,17 @@
 import copy
 import errno
 import os
+import pickle
 import resource
 import shutil
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,6 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from fastpipe import MemoryCheckpoint, Pipeline, latest_checkpoint, load_checkpoint, make_schedule, save_checkpoint
+from fastpipe.runtime import checkpoint
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.patience import PATIENCE
@@ -342,6 +347,59 @@ def test_the_model_alone(tmp_path: Path) -> None:
     assert all(same_bits(a, b) for a, b in zip(pipe.parameters(), other.parameters(), strict=True))
     with pytest.raises(KeyError, match="no state of an optimizer for '0.linear.weight'"):
         load_checkpoint(tmp_path, other, momentum(other))
+
+
+def test_the_options_and_arrays_of_a_script(tmp_path: Path) -> None:
+    pipe = pipeline("1f1b", 2)
+    extra = {
+        "arguments": Namespace(lr=0.1, folder=tmp_path),
+        "generator": np.random.default_rng(1).bit_generator.state,
+        "best": np.float64(0.5),
+        "losses": np.arange(3.0),
+    }
+    save_checkpoint(tmp_path, pipe, extra=extra)
+    found = load_checkpoint(tmp_path, pipe)
+    assert found.pop("losses").tolist() == extra.pop("losses").tolist()
+    assert found == extra and type(found["best"]) is np.float64
+
+
+class Runs:
+    """Its pickle makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("file", ["extra", "the optimizer", ".metadata"])
+def test_what_a_checkpoint_names_is_not_called(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, runs = pipeline("1f1b", 2), Runs(tmp_path / "made")
+    optimizer = momentum(pipe)
+    optimizer.param_groups[0]["note"] = runs if file == "the optimizer" else None
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_check_loadable", lambda state: None)
+        save_checkpoint(tmp_path / "a", pipe, optimizer, extra=runs if file == "extra" else None)
+    if file == ".metadata":
+        shutil.rmtree(tmp_path / "a")
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / file).write_bytes(pickle.dumps(runs))
+    with pytest.raises(ValueError, match=r"posix.mkdir, which .*could execute code"):
+        load_checkpoint(tmp_path / "a", pipe, optimizer)
+    assert not runs.folder.exists()
+
+
+def test_what_would_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    pipe, when = pipeline("1f1b", 2), [timedelta(1)]
+    with pytest.raises(ValueError, match=r"^extra.* has datetime.timedelta, .*_globals\(\[datetime.timedelta\]"):
+        save_checkpoint(tmp_path / "a", pipe, extra=when)
+    assert not (tmp_path / "a").exists()
+    with torch.serialization.safe_globals([timedelta]):
+        save_checkpoint(tmp_path / "a", pipe, extra=when)
+        assert load_checkpoint(tmp_path / "a", pipe) == when
+    with pytest.raises(ValueError, match="^extra.* has datetime.timedelta"):
+        load_checkpoint(tmp_path / "a", pipe)
 
 
 def test_several_optimizers_and_what_else_a_script_has(tmp_path: Path) -> None:
