@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fastpipe.placement import plain
 from fastpipe.program import Channel, ChannelKind, Op
 from fastpipe.timeline import Timeline
 
@@ -240,17 +241,6 @@ def shared_out(cost: CostModel, parts: float) -> CostModel:
     names = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "stage_bytes", "kept_bytes")
     values = {name: getattr(cost, name) for name in names}
     return replace(cost, **{name: value / parts for name, value in values.items() if value is not None})
-
-
-def plain(value: Any) -> Any:
-    """A copy that nobody else can change, of Python's own numbers, so that JSON can be written."""
-    if isinstance(value, np.generic | np.ndarray):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {link: plain(number) for link, number in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(map(plain, value))
-    return value
 
 
 def _of(value: Any, stage: int) -> float:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fastpipe.cost import LARGEST, CostModel, PerLink, found_in, is_cost, parsed, plain
+from fastpipe.cost import LARGEST, CostModel, PerLink, found_in, is_cost, parsed
 from fastpipe.partition import partition
-from fastpipe.placement import check_counts
+from fastpipe.placement import check_counts, plain
 
 PerLayer = float | Sequence[float]
 """A number for every layer, or a sequence with one each."""
@@ -67,10 +67,10 @@ class LayerCosts:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            count = plain(getattr(self, name))
+            count = getattr(self, name)
             if count is not None:
-                check_counts(**{name: count})
-            object.__setattr__(self, name, count)
+                (count,) = check_counts(**{name: count})
+                object.__setattr__(self, name, count)
         for name in _BY_LAYER:
             object.__setattr__(self, name, _per_layer(name, plain(getattr(self, name)), self.num_layers))
         for name in _NUMBERS:

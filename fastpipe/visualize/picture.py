@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastpipe.placement import plain
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import canvas
 from fastpipe.visualize.rows import Panel
@@ -85,7 +85,7 @@ def plot(
 
 def _check_width(width: Any) -> None:
     """Refuse a width that the margins take, or that no viewer opens."""
-    if not (isinstance(width, Real) and 2 <= float(width) <= 200):
+    if not (isinstance(plain(width), int | float) and 2 <= width <= 200):
         raise ValueError(f"width = {width!r}: give 2 to 200 inches")
 
 

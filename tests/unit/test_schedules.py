@@ -194,7 +194,7 @@ def test_searched_orders_take_costs_a_rank():
     slow_last = make_schedule("zb_auto", num_ranks=4, num_microbatches=8, forward=[1, 1, 1, 2], memory_limit=8)
     even = make_schedule("zb_auto", num_ranks=4, num_microbatches=8, memory_limit=8)
     assert slow_last != even
-    assert slow_last.options == {"forward": [1, 1, 1, 2], "memory_limit": 8}
+    assert slow_last.options == {"forward": (1, 1, 1, 2), "memory_limit": 8}
 
 
 @pytest.mark.parametrize(("p", "m", "seconds"), [(2, 2, 13), (4, 4, 27), (4, 5, 33), (8, 8, 55), (8, 9, 61)])
