@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fastpipe.cost import LARGEST, CostModel, PerLink, found_in, is_cost, parsed
+from fastpipe.cost import LARGEST, CostModel, PerLink, found_in, is_cost, json_of
 from fastpipe.partition import partition
 from fastpipe.placement import check_counts, plain
 
@@ -127,13 +127,13 @@ class LayerCosts:
 
     @classmethod
     def from_json(cls, path: str | Path) -> LayerCosts:
-        """Read it from a JSON file: an object with the attributes' names; links as in `CostModel.from_json`.
+        """Read it from JSON, an object with the attributes' names: path, text and links as in `CostModel.from_json`.
 
         Raises:
             ValueError: naming the file and the entry that is wrong.
         """
-        with found_in(path):
-            return cls.from_dict(parsed(Path(path).read_text(encoding="utf-8-sig")))
+        with json_of(path) as data:
+            return cls.from_dict(data)
 
     @classmethod
     def from_dict(cls, data: Any) -> LayerCosts:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fastpipe.cost import LARGEST, CostModel, found_in, parsed, shared_out
+from fastpipe.cost import LARGEST, CostModel, found_in, json_of, shared_out
 from fastpipe.placement import Placement
 from fastpipe.planner.layer_costs import LayerCosts
 from fastpipe.theory import bounds
@@ -317,8 +317,7 @@ def read_costs(costs: Any) -> Costs:
         return _from_dict(costs)
     if not isinstance(costs, str | Path):
         raise TypeError(f"costs: expected a CostModel, LayerCosts, a dict or a file, found {type(costs).__name__}")
-    with found_in(costs):
-        data = parsed(Path(costs).read_text(encoding="utf-8-sig"))
+    with json_of(costs) as data:
         if not isinstance(data, dict):
             raise ValueError("give an object with the attributes of CostModel or of LayerCosts")
         return _from_dict(data)
