@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from fastpipe import native_plan
 from fastpipe.action import NONE, STAGE_ONLY_KINDS, Action, ActionKind
 from fastpipe.dependencies import feeds
-from fastpipe.placement import is_whole
+from fastpipe.placement import check_flags, is_whole
 from fastpipe.program import Channel, ChannelKind, Columns, Instruction, Op, Program, columns_of
 from fastpipe.schedule import Schedule
 
@@ -71,8 +71,7 @@ def lower(schedule: Schedule, *, recv_lookahead: int | str = 1, coalesce: bool =
     """
     if recv_lookahead != ALL and not is_whole(recv_lookahead):
         raise ValueError(f"recv_lookahead = {recv_lookahead!r}: give a whole number of at least 0, or 'all'")
-    if not isinstance(coalesce, bool):
-        raise ValueError(f"coalesce = {coalesce!r}: give True or False")
+    check_flags(coalesce=coalesce)
     schedule = schedule.without_transfers()
     if coalesce:
         return _lower(schedule)

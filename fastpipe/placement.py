@@ -39,6 +39,13 @@ def check_counts(**counts: Any) -> list[int]:
     return list(map(int, counts.values()))
 
 
+def check_flags(**flags: Any) -> None:
+    """Refuse, by name, what is neither True nor False: any text, "no" too, would count as True."""
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            raise ValueError(f"{name} = {value!r}: give True or False")
+
+
 def plain(value: Any) -> Any:
     """A copy that nobody else can change, of Python's own numbers, so that JSON can be written."""
     if isinstance(value, np.generic | np.ndarray):
@@ -66,6 +73,8 @@ class Placement:
 
     def __post_init__(self) -> None:
         (num_ranks,) = check_counts(num_ranks=self.num_ranks)
+        if not isinstance(self.name, str):
+            raise TypeError(f"name: expected a str, found {type(self.name).__name__}")
         try:
             routes = tuple(map(tuple, self.routes))
         except TypeError:

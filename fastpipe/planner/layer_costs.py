@@ -68,9 +68,8 @@ class LayerCosts:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             count = getattr(self, name)
-            if count is not None:
-                (count,) = check_counts(**{name: count})
-                object.__setattr__(self, name, count)
+            if count is not None or name != "batch_size":
+                object.__setattr__(self, name, check_counts(**{name: count})[0])
         for name in _BY_LAYER:
             object.__setattr__(self, name, _per_layer(name, plain(getattr(self, name)), self.num_layers))
         for name in _NUMBERS:
@@ -84,6 +83,7 @@ class LayerCosts:
 
     def rows(self, num_microbatches: int) -> float:
         """The rows of a microbatch if a step has `num_microbatches`."""
+        (num_microbatches,) = check_counts(num_microbatches=num_microbatches)
         if self.batch_size is None:
             return float(self.microbatch_size)
         return self.batch_size / num_microbatches

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastpipe.cost import CostModel, check_links
 from fastpipe.errors import ScheduleError
-from fastpipe.placement import Placement, check_counts, is_whole, plain
+from fastpipe.placement import Placement, check_counts, check_flags, is_whole, plain
 from fastpipe.planner import candidates, engine, search
 from fastpipe.planner.candidates import evaluate
 from fastpipe.planner.engine import Clock
@@ -137,8 +137,7 @@ def _check_search(effort: Any, time_limit: Any, seed: Any, exact: Any, progress:
         raise ValueError(f"time_limit = {time_limit!r}: give seconds above 0, at most {most}, or None")
     if not is_whole(seed):
         raise ValueError(f"seed = {seed!r}: give a whole number of at least 0")
-    if not isinstance(exact, bool):
-        raise ValueError(f"exact = {exact!r}: give True or False")
+    check_flags(exact=exact)
     if progress is not None and not callable(progress):
         raise ValueError(f"progress = {progress!r}: give a function (activity, best objective so far), or None")
 

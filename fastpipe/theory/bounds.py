@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastpipe.cost import CostModel, check_links
-from fastpipe.placement import Placement, check_counts, plain
+from fastpipe.placement import Placement, check_counts, check_flags, plain
 from fastpipe.schedule import Schedule
 from fastpipe.theory.chains import Actions, Chains, RankView, rank_views
 from fastpipe.theory.closed_forms import MEASURES as MEASURES
@@ -85,6 +85,7 @@ def bounds(
     """
     cost = _cost(cost)
     check_measure(measure)
+    check_flags(in_bytes=in_bytes, fused=fused)
     if not isinstance(work, Schedule | Placement):
         raise TypeError(f"work: expected a Schedule or a Placement, found {type(work).__name__}")
     check_links(cost, work.num_ranks)
@@ -201,6 +202,7 @@ def any_placement_bounds(
     """
     cost = _cost(cost)
     check_measure(measure)
+    check_flags(in_bytes=in_bytes, fused=fused, even=even)
     num_ranks, num_stages, m = check_counts(
         num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
     )

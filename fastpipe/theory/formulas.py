@@ -334,12 +334,13 @@ def _unknown(name: str, what: str, known: Iterable[str]) -> ValueError:
 
 def _stages(name: str, stages_per_rank: int | None) -> int:
     """v of a schedule: given where it is open, else its own."""
-    if name in _OPEN:
-        return _OPEN[name] if stages_per_rank is None else stages_per_rank
-    own = 2 if name in _VS else 1
-    if stages_per_rank not in (None, own):
-        raise ValueError(f"stages_per_rank = {stages_per_rank}: {name} has {own}; leave it out")
-    return own
+    own = _OPEN.get(name, 2 if name in _VS else 1)
+    if stages_per_rank is None:
+        return own
+    (given,) = check_counts(stages_per_rank=stages_per_rank)
+    if name not in _OPEN and given != own:
+        raise ValueError(f"stages_per_rank = {given}: {name} has {own}; leave it out")
+    return given
 
 
 def _check_numbers(**numbers: Any) -> list[Any]:
@@ -358,10 +359,8 @@ def _check_numbers(**numbers: Any) -> list[Any]:
 
 def _case(name: str, formula: Formula, p: int, m: int, v: int | None, *costs: float) -> Case:
     """The numbers that a formula is asked for, within its range."""
-    case = Case(
-        *_check_numbers(num_ranks=p, num_microbatches=m, stages_per_rank=_stages(name, v)),
-        *costs,
-    )
+    p, m = check_counts(num_ranks=p, num_microbatches=m)
+    case = Case(p, m, _stages(name, v), *costs)
     if not formula.holds(case):
         raise ValueError(
             f"the formula of {name} holds for {formula.range}; asked for p = {case.p}, m = {case.m}, v = {case.v}, "

@@ -72,6 +72,22 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: ANY.plan(CostModel(), num_ranks=2, num_microbatches=1, exact="no"), "exact = 'no': give True or False"),
     (lambda: ANY.plan(CostModel(), num_ranks=2, num_microbatches=1, progress=-1), "progress = -1: give a function"),
+    (lambda: bounds(Placement.loop(2), num_microbatches=2, fused="no"), "fused = 'no': give True or False"),  # type: ignore[arg-type]
+    (
+        lambda: any_placement_bounds(num_ranks=2, num_stages=2, num_microbatches=2, even="no"),  # type: ignore[arg-type]
+        "even = 'no': give True or False",
+    ),
+    (lambda: ANY.compare(["1f1b"], num_ranks=2, num_microbatches=2, skip_impossible=2), "skip_impossible = 2: give"),
+    (lambda: ANY.compare(5, num_ranks=2, num_microbatches=2), "schedules: expected a list of names, found the int 5"),
+    (lambda: SCHEDULE.to_csv(aligned="no"), "aligned = 'no': give True or False"),
+    (lambda: ANY.plot(ANY.simulate(SCHEDULE), "x.png", labels="no"), "labels = 'no': give True or False"),
+    (lambda: ANY.plot(ANY.simulate(SCHEDULE), "x.png", transfers="no"), "transfers = 'no': give True or False"),
+    (lambda: ANY.plot(ANY.simulate(SCHEDULE), "x.png", dpi=0), "dpi = 0: give 10 to 2400 pixels an inch"),
+    (lambda: ANY.plot(ANY.simulate(SCHEDULE), "x.png", row_height=-1), "row_height = -1: give 0.01 to 20 inches"),
+    (lambda: Placement(1, ((0,),), 5), "name: expected a str, found int"),  # type: ignore[arg-type]
+    (lambda: fastpipe.LayerCosts(2, microbatch_size=None), "microbatch_size = None: give a whole"),  # type: ignore[arg-type]
+    (lambda: fastpipe.LayerCosts(2, batch_size=4).rows(0), "num_microbatches = 0: give a whole number"),
+    (lambda: formulas.bubble("1f1b", num_ranks=2, num_microbatches=2, stages_per_rank=True), "stages_per_rank = True"),
     (lambda: ANY.lower(SCHEDULE, coalesce="no"), "coalesce = 'no': give True or False"),
     (lambda: ANY.lower(SCHEDULE, recv_lookahead=True), "recv_lookahead = True: give a whole number of at least 0"),
     (lambda: Placement.custom([0, 1.7]), "stage_to_rank[1] = 1.7: ranks are whole numbers"),  # type: ignore[list-item]
