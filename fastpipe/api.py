@@ -11,6 +11,7 @@ from fastpipe import visualize
 from fastpipe.cost import CostModel, shared_out
 from fastpipe.lower import lower as _lower
 from fastpipe.machine import COALESCED, Lanes
+from fastpipe.placement import check_flags
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import find, make_schedule
@@ -118,8 +119,9 @@ def compare(
     Raises:
         ValueError: when a schedule refuses the numbers, or costs are given by stage.
     """
-    if isinstance(schedules, str):
-        raise TypeError(f"schedules: expected a list of names, found the str {schedules!r}")
+    if isinstance(schedules, str) or not isinstance(schedules, Iterable):
+        raise TypeError(f"schedules: expected a list of names, found the {type(schedules).__name__} {schedules!r}")
+    check_flags(skip_impossible=skip_impossible)
     cost = CostModel() if cost is None else cost
     check_one_cost(cost)
     rows = []

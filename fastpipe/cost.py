@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fastpipe.placement import plain
 from fastpipe.program import Channel, ChannelKind, Op
 from fastpipe.timeline import Timeline
 
@@ -165,10 +166,8 @@ class CostModel:
         Raises:
             ValueError: naming the file and the entry that is wrong.
         """
-        text = str(path)
-        is_text = "\n" in text
-        with found_in("costs" if is_text else path):
-            return cls.from_dict(parsed(text if is_text else Path(path).read_text(encoding="utf-8-sig")))
+        with json_of(path) as data:
+            return cls.from_dict(data)
 
     @classmethod
     def from_dict(cls, data: Any) -> CostModel:
@@ -223,16 +222,22 @@ def found_in(path: str | Path) -> Iterator[None]:
         raise ValueError(f"{path}: {str(error).removeprefix('costs: ')}") from None
 
 
-def parsed(text: str) -> Any:
-    """What a text of JSON has in it.
+@contextlib.contextmanager
+def json_of(path: str | Path) -> Iterator[Any]:
+    """What a JSON file has in it, or the text itself when it has a line break; errors within name the file.
 
     Raises:
-        ValueError: for a text that is none.
+        ValueError: for a text that is no JSON.
     """
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"no JSON: {error}") from None
+    text = str(path)
+    is_text = "\n" in text
+    with found_in("costs" if is_text else path):
+        text = text if is_text else Path(path).read_text(encoding="utf-8-sig")
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"no JSON: {error}") from None
+        yield data
 
 
 def shared_out(cost: CostModel, parts: float) -> CostModel:
@@ -240,17 +245,6 @@ def shared_out(cost: CostModel, parts: float) -> CostModel:
     names = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "stage_bytes", "kept_bytes")
     values = {name: getattr(cost, name) for name in names}
     return replace(cost, **{name: value / parts for name, value in values.items() if value is not None})
-
-
-def plain(value: Any) -> Any:
-    """A copy that nobody else can change, of Python's own numbers, so that JSON can be written."""
-    if isinstance(value, np.generic | np.ndarray):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {link: plain(number) for link, number in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(map(plain, value))
-    return value
 
 
 def _of(value: Any, stage: int) -> float:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from fastpipe import native_plan
 from fastpipe.action import NONE, STAGE_ONLY_KINDS, Action, ActionKind
 from fastpipe.dependencies import feeds
+from fastpipe.placement import check_flags, is_whole
 from fastpipe.program import Channel, ChannelKind, Columns, Instruction, Op, Program, columns_of
 from fastpipe.schedule import Schedule
 
@@ -68,8 +69,9 @@ def lower(schedule: Schedule, *, recv_lookahead: int | str = 1, coalesce: bool =
     Raises:
         ValueError: for a ``recv_lookahead`` that is neither a number of at least 0 nor ``"all"``.
     """
-    if recv_lookahead != ALL and (not isinstance(recv_lookahead, int) or recv_lookahead < 0):
-        raise ValueError(f"recv_lookahead = {recv_lookahead!r}: give a number of at least 0, or 'all'")
+    if recv_lookahead != ALL and not is_whole(recv_lookahead):
+        raise ValueError(f"recv_lookahead = {recv_lookahead!r}: give a whole number of at least 0, or 'all'")
+    check_flags(coalesce=coalesce)
     schedule = schedule.without_transfers()
     if coalesce:
         return _lower(schedule)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any
+
+from fastpipe.placement import check_counts, plain
 
 
 def partition(costs: int | Sequence[float], num_stages: int) -> list[range]:
@@ -22,10 +24,13 @@ def partition(costs: int | Sequence[float], num_stages: int) -> list[range]:
     Raises:
         ValueError: for fewer layers than stages, or a cost that is negative or not a number.
     """
-    weights = _weights(costs)
-    _check(weights, num_stages)
+    costs = plain(costs)
+    (num_stages,) = check_counts(num_stages=num_stages)
     if isinstance(costs, Integral):
-        return _even_ranges(len(weights), int(num_stages))
+        (num_layers,) = check_counts(costs=costs)
+        return _even_ranges(_at_least(num_stages, num_layers), num_stages)
+    weights = _weights(costs)
+    _at_least(num_stages, len(weights))
     prefix = [0.0]
     for weight in weights:
         prefix.append(prefix[-1] + weight)
@@ -34,16 +39,12 @@ def partition(costs: int | Sequence[float], num_stages: int) -> list[range]:
 
 def _weights(costs: Any) -> list[float]:
     """The cost of every layer."""
-    if isinstance(costs, Integral):
-        if costs < 1:
-            raise ValueError(f"costs = {costs}: give at least 1 layer, or a cost for each")
-        return [1.0] * int(costs)
-    if isinstance(costs, str) or not isinstance(costs, Iterable):
+    if isinstance(costs, str | bytes | Mapping | Set) or not isinstance(costs, Iterable):
         raise TypeError(f"costs = {costs!r}: give the cost of every layer, or the number of layers")
     weights: list[float] = []
     for layer, cost in enumerate(costs):
         try:
-            weights.append(math.nan if isinstance(cost, str) else float(cost))
+            weights.append(math.nan if isinstance(cost, str | bytes | bool) else float(cost))
         except (TypeError, ValueError, OverflowError):
             weights.append(math.nan)
         if not 0 <= weights[-1] < math.inf:
@@ -51,13 +52,10 @@ def _weights(costs: Any) -> list[float]:
     return weights
 
 
-def _check(weights: list[float], num_stages: Any) -> None:
-    if not isinstance(num_stages, Integral) or int(num_stages) < 1:
-        raise ValueError(f"num_stages = {num_stages!r}: give a whole number of at least 1")
-    if len(weights) < int(num_stages):
-        raise ValueError(
-            f"num_stages = {num_stages}: there are only {len(weights)} layers; give at most as many stages"
-        )
+def _at_least(num_stages: int, num_layers: int) -> int:
+    if num_layers < num_stages:
+        raise ValueError(f"num_stages = {num_stages}: there are only {num_layers} layers; give at most as many stages")
+    return num_layers
 
 
 def _even_ranges(num_layers: int, num_stages: int) -> list[range]:

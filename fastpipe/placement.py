@@ -6,10 +6,21 @@ A route is the rank of every stage as one microbatch meets them. Most schedules 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
+
+import numpy as np
+
+_MOST = {
+    "num_ranks": 1_000_000,
+    "max_stages_per_rank": 1_000,
+    "num_stages": 10_000_000,
+    "num_ranks * stages_per_rank": 10_000_000,
+    "num_layers": 1_000_000,
+}
+"""Of what is planned for: of more, lists would not fit into memory."""
 
 
 def is_whole(value: Any, least: int = 0) -> bool:
@@ -17,11 +28,33 @@ def is_whole(value: Any, least: int = 0) -> bool:
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
-def check_counts(**counts: Any) -> None:
-    """Refuse, by name, what is no whole number of at least 1."""
+def check_counts(**counts: Any) -> list[int]:
+    """The counts as Python's own, which do not overflow; refuses, by name, what is none of at least 1, or too large."""
     for name, value in counts.items():
         if not is_whole(value, least=1):
             raise ValueError(f"{name} = {value!r}: give a whole number of at least 1")
+        most = _MOST.get(name, 10**18)
+        if int(value) > most:
+            raise ValueError(f"{name} = {value}: there are at most {most:,}; ask for fewer")
+    return list(map(int, counts.values()))
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuse, by name, what is neither True nor False: any text, "no" too, would count as True."""
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            raise ValueError(f"{name} = {value!r}: give True or False")
+
+
+def plain(value: Any) -> Any:
+    """A copy that nobody else can change, of Python's own numbers, so that JSON can be written."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {plain(link): plain(number) for link, number in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return tuple(map(plain, value))
+    return value
 
 
 @dataclass(frozen=True)
@@ -39,7 +72,9 @@ class Placement:
     name: str = "custom"
 
     def __post_init__(self) -> None:
-        check_counts(num_ranks=self.num_ranks)
+        (num_ranks,) = check_counts(num_ranks=self.num_ranks)
+        if not isinstance(self.name, str):
+            raise TypeError(f"name: expected a str, found {type(self.name).__name__}")
         try:
             routes = tuple(map(tuple, self.routes))
         except TypeError:
@@ -50,29 +85,29 @@ class Placement:
             if not route or len(route) != len(routes[0]):
                 raise ValueError("routes: every route names a rank for each of the same stages, at least one")
             for stage, rank in enumerate(route):
-                if not (is_whole(rank) and rank < self.num_ranks):
-                    raise ValueError(f"stage {stage} is placed on rank {rank!r}; ranks are 0 to {self.num_ranks - 1}")
+                if not (is_whole(rank) and rank < num_ranks):
+                    raise ValueError(f"stage {stage} is placed on rank {rank!r}; ranks are 0 to {num_ranks - 1}")
         placed = {rank for route in routes for rank in route}
-        if len(placed) < self.num_ranks:
-            idle = next(rank for rank in range(self.num_ranks) if rank not in placed)
-            raise ValueError(f"no stage is placed on rank {idle}: give every one of {self.num_ranks} ranks a stage")
+        if len(placed) < num_ranks:
+            idle = next(rank for rank in range(num_ranks) if rank not in placed)
+            raise ValueError(f"no stage is placed on rank {idle}: give every one of {num_ranks} ranks a stage")
         # lists and numbers of NumPy become what can be hashed, compared and written as JSON
-        object.__setattr__(self, "num_ranks", int(self.num_ranks))
+        object.__setattr__(self, "num_ranks", num_ranks)
         object.__setattr__(self, "routes", tuple(tuple(map(int, route)) for route in routes))
 
     @classmethod
     def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> Placement:
         """Stage s on rank s mod p."""
-        check_counts(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
-        ranks = tuple(s % num_ranks for s in range(num_ranks * stages_per_rank))
+        num_ranks, num_stages = _check_stages(num_ranks, stages_per_rank)
+        ranks = tuple(s % num_ranks for s in range(num_stages))
         return cls(num_ranks, (ranks,), "loop")
 
     @classmethod
     def wave(cls, num_ranks: int, stages_per_rank: int) -> Placement:
         """Zig-zag: down the ranks, up again, and so on; ``stages_per_rank = 2`` is the V."""
-        check_counts(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+        num_ranks, num_stages = _check_stages(num_ranks, stages_per_rank)
         down = list(range(num_ranks))
-        ranks = [r for segment in range(stages_per_rank) for r in (down if segment % 2 == 0 else down[::-1])]
+        ranks = [r for segment in range(num_stages // num_ranks) for r in (down if segment % 2 == 0 else down[::-1])]
         return cls(num_ranks, (tuple(ranks),), "V" if stages_per_rank == 2 else "wave")
 
     @classmethod
@@ -83,7 +118,7 @@ class Placement:
     @classmethod
     def bidirectional(cls, num_ranks: int) -> Placement:
         """Route 0 runs stage s on rank s, route 1 on rank p-1-s: every rank holds two stages."""
-        check_counts(num_ranks=num_ranks)
+        (num_ranks,) = check_counts(num_ranks=num_ranks)
         forward = tuple(range(num_ranks))
         return cls(num_ranks, (forward, forward[::-1]), "bidirectional")
 
@@ -130,3 +165,10 @@ class Placement:
             for stage, rank in enumerate(route):
                 found[rank].add(stage)
         return [tuple(sorted(stages)) for stages in found]
+
+
+def _check_stages(num_ranks: int, stages_per_rank: int) -> tuple[int, int]:
+    """The number of ranks, and of their stages."""
+    num_ranks, stages_per_rank = check_counts(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+    (num_stages,) = check_counts(**{"num_ranks * stages_per_rank": num_ranks * stages_per_rank})
+    return num_ranks, num_stages

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from fastpipe.action import COMMUNICATION_KINDS, COMPUTE_KINDS, Action, ActionKind
 from fastpipe.dependencies import Play
 from fastpipe.errors import ScheduleError
-from fastpipe.placement import Placement, is_whole
+from fastpipe.placement import Placement, check_flags, is_whole
 
 Columns = npt.NDArray[np.int32]
 """Five rows (kind, stage, microbatch, pair_stage, pair_microbatch), one column an action."""
@@ -243,6 +243,7 @@ class Schedule:
         Returns:
             The text.
         """
+        check_flags(aligned=aligned)
         rows: Sequence[Sequence[Action | None]] = self.time_steps() if aligned else list(self)
         width = max(map(len, rows)) if aligned else 0
         lines = []

@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if sys.stdout is None:  # closed by the caller
         sys.stdout = io.StringIO()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may have what the output's encoding has not
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)

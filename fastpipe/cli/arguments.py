@@ -151,7 +151,8 @@ def _compare(adder: Any) -> None:
     command.add_argument("names", metavar="NAME", nargs="+", help="schedules, or `all` that take these numbers")
     _count_arguments(command, required=True)
     _cost_arguments(command, "of a rank's whole share of the model and one microbatch")
-    command.add_argument("--plot", metavar="FILE", help="draw bubble against peak memory (.png, .svg or .pdf)")
+    text = "draw bubble against peak memory (.png, .svg or .pdf)"
+    command.add_argument("--plot", metavar="FILE", type=_file, help=text)
 
 
 def _plan(adder: Any) -> None:
@@ -183,11 +184,12 @@ def _plan(adder: Any) -> None:
         command,
         "of a rank's whole share of the model, or by stage (1,1,2); the file may have those of layers (LayerCosts)",
     )
-    command.add_argument(
-        "--plot", metavar="FILE", help="draw bubble against memory of all candidates (.png, .svg or .pdf)"
-    )
-    command.add_argument("--csv", metavar="FILE", help="write the schedule as torch.distributed.pipelining does")
-    command.add_argument("--html", metavar="FILE", help="write the plan as an interactive page")
+    for flag, text in (
+        ("--plot", "draw bubble against memory of all candidates (.png, .svg or .pdf)"),
+        ("--csv", "write the schedule as torch.distributed.pipelining does"),
+        ("--html", "write the plan as an interactive page"),
+    ):
+        command.add_argument(flag, metavar="FILE", type=_file, help=text)
 
 
 def _plot(adder: Any) -> None:
@@ -252,7 +254,7 @@ def _validate(adder: Any) -> None:
     )
     command.add_argument(
         "--queues",
-        type=int,
+        type=_count(1),
         metavar="N",
         help="prove it also for GPUs with N hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)",
     )
@@ -345,9 +347,9 @@ def _output_argument(command: Parser, suffix: str) -> None:
 
 def _file(text: str) -> str:
     """A file's name; elsewhere ``-`` is the standard output, where this command says what it wrote."""
-    if text == "-":
+    if text in ("", "-"):
         raise argparse.ArgumentTypeError(
-            "'-' is no file: this command cannot write to the standard output; give a file"
+            f"{text!r} is no file: this command cannot write to the standard output; give a file"
         )
     return text
 

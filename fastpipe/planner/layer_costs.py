@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fastpipe.cost import LARGEST, CostModel, PerLink, found_in, is_cost, parsed, plain
+from fastpipe.cost import LARGEST, CostModel, PerLink, found_in, is_cost, json_of
 from fastpipe.partition import partition
-from fastpipe.placement import check_counts
+from fastpipe.placement import check_counts, plain
 
 PerLayer = float | Sequence[float]
 """A number for every layer, or a sequence with one each."""
@@ -67,10 +67,9 @@ class LayerCosts:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            count = plain(getattr(self, name))
-            if count is not None:
-                check_counts(**{name: count})
-            object.__setattr__(self, name, count)
+            count = getattr(self, name)
+            if count is not None or name != "batch_size":
+                object.__setattr__(self, name, check_counts(**{name: count})[0])
         for name in _BY_LAYER:
             object.__setattr__(self, name, _per_layer(name, plain(getattr(self, name)), self.num_layers))
         for name in _NUMBERS:
@@ -84,6 +83,7 @@ class LayerCosts:
 
     def rows(self, num_microbatches: int) -> float:
         """The rows of a microbatch if a step has `num_microbatches`."""
+        (num_microbatches,) = check_counts(num_microbatches=num_microbatches)
         if self.batch_size is None:
             return float(self.microbatch_size)
         return self.batch_size / num_microbatches
@@ -127,13 +127,13 @@ class LayerCosts:
 
     @classmethod
     def from_json(cls, path: str | Path) -> LayerCosts:
-        """Read it from a JSON file: an object with the attributes' names; links as in `CostModel.from_json`.
+        """Read it from JSON, an object with the attributes' names: path, text and links as in `CostModel.from_json`.
 
         Raises:
             ValueError: naming the file and the entry that is wrong.
         """
-        with found_in(path):
-            return cls.from_dict(parsed(Path(path).read_text(encoding="utf-8-sig")))
+        with json_of(path) as data:
+            return cls.from_dict(data)
 
     @classmethod
     def from_dict(cls, data: Any) -> LayerCosts:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastpipe.cost import CostModel, check_links
 from fastpipe.errors import ScheduleError
-from fastpipe.placement import Placement, check_counts, is_whole
+from fastpipe.placement import Placement, check_counts, check_flags, is_whole, plain
 from fastpipe.planner import candidates, engine, search
 from fastpipe.planner.candidates import evaluate
 from fastpipe.planner.engine import Clock
@@ -121,13 +121,14 @@ def plan(
     first = _proved(placement) if isinstance(placement, Schedule) else None
     places = placement.placement if isinstance(placement, Schedule) else placement
     problem = _problem(costs, num_ranks, memory, objective, max_stages_per_rank, places, recompute)
-    _check_search(effort, time_limit, seed)
+    effort, time_limit = plain(effort), plain(time_limit)
+    _check_search(effort, time_limit, seed, exact, progress)
     planner = _Planner(problem, Clock(time_limit), int(seed), float(effort), progress, first)
     with _no_collections():
         return planner.run(_microbatch_counts(problem, num_microbatches), exact)
 
 
-def _check_search(effort: Any, time_limit: Any, seed: Any) -> None:
+def _check_search(effort: Any, time_limit: Any, seed: Any, exact: Any, progress: Any) -> None:
     """How far the search goes."""
     if not is_number(effort) or not 0 <= effort <= _MOST_EFFORT:
         raise ValueError(f"effort = {effort!r}: give a number from 0 to {_MOST_EFFORT:g}")
@@ -136,6 +137,9 @@ def _check_search(effort: Any, time_limit: Any, seed: Any) -> None:
         raise ValueError(f"time_limit = {time_limit!r}: give seconds above 0, at most {most}, or None")
     if not is_whole(seed):
         raise ValueError(f"seed = {seed!r}: give a whole number of at least 0")
+    check_flags(exact=exact)
+    if progress is not None and not callable(progress):
+        raise ValueError(f"progress = {progress!r}: give a function (activity, best objective so far), or None")
 
 
 def _microbatch_counts(problem: Problem, num_microbatches: Any) -> list[int]:
@@ -143,14 +147,14 @@ def _microbatch_counts(problem: Problem, num_microbatches: Any) -> list[int]:
     costs = problem.costs
     batch = costs.batch_size if isinstance(costs, LayerCosts) else None
     if num_microbatches is not None:
-        check_counts(num_microbatches=num_microbatches)
+        (num_microbatches,) = check_counts(num_microbatches=num_microbatches)
         if batch is not None and num_microbatches > batch:
             raise ValueError(
                 f"num_microbatches = {num_microbatches}: a batch_size of {batch} has too few rows; give at most "
                 f"{batch}, or the batch_size of a step"
             )
         check_size(problem.num_ranks, num_microbatches)
-        return [int(num_microbatches)]
+        return [num_microbatches]
     if batch is None:
         raise ValueError("num_microbatches: give it, or costs of layers with batch_size, from which it can be chosen")
     return [count for count in range(1, min(batch, 16 * problem.num_ranks) + 1) if batch % count == 0]
@@ -190,15 +194,14 @@ def _problem(
     placement: Any,
     recompute: Any,
 ) -> Problem:
-    check_counts(num_ranks=num_ranks, max_stages_per_rank=max_stages_per_rank)
-    check_size(num_ranks, 1)
+    num_ranks, most = check_counts(num_ranks=num_ranks, max_stages_per_rank=max_stages_per_rank)
     if objective not in OBJECTIVES:
         raise ValueError(f"objective = {objective!r}: use one of {', '.join(OBJECTIVES)}")
     if placement is not None and not isinstance(placement, Placement):
         raise TypeError(f"placement: expected a Placement or a Schedule, found {type(placement).__name__}")
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute = {recompute!r}: use one of {', '.join(RECOMPUTE)}")
-    numbers = int(num_ranks), memory_of(memory), objective, int(max_stages_per_rank), placement, recompute
+    numbers = num_ranks, memory_of(memory), objective, most, placement, recompute
     problem = Problem(read_costs(costs), *numbers)
     if recompute != "none" and not isinstance(problem.costs, LayerCosts) and problem.costs.per_stage("recompute", 1)[0]:
         raise ValueError("recompute: the costs say already what is recomputed; leave it out of one of them")
@@ -329,9 +332,12 @@ class _Planner:
 
     def _constructions(self, counts: list[int], depths: list[int], least: int) -> list[Construction]:
         """What list scheduling is asked for: orders on every placement that may gain, at least so many."""
-        found, work = [], _TRIES_WORK if engine.is_native() else _TRIES_WORK_PYTHON
+        found: list[Construction] = []
+        work = _TRIES_WORK if engine.is_native() else _TRIES_WORK_PYTHON
         for number, (count, placement) in enumerate(_placements(self.problem, counts, depths)):
             tries = int(min(_TRIES * min(1.0, self.effort), work / (3 * placement.num_stages * count)))
+            if found and self.clock.is_over():
+                break
             setting = self.problem.setting(placement, count)
             if self._may_gain(setting):
                 found.append(Construction(setting, self.seed * 31 + number, max(least, tries)))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fastpipe.cost import LARGEST, CostModel, found_in, parsed, shared_out
+from fastpipe.cost import LARGEST, CostModel, found_in, json_of, shared_out
 from fastpipe.placement import Placement
 from fastpipe.planner.layer_costs import LayerCosts
 from fastpipe.theory import bounds
@@ -272,7 +272,7 @@ class Problem:
         limit = self.memory.of_activations(held, self.num_ranks)
         if self.memory.unit != "bytes":
             return (limit,) * self.num_ranks
-        return tuple(limit - sum(parameters[s] for s in placement.stages_of(r)) for r in range(self.num_ranks))
+        return tuple(limit - sum(parameters[s] for s in stages) for stages in placement.stages_by_rank())
 
     @property
     def knows_bytes(self) -> bool:
@@ -296,8 +296,8 @@ def _with_messages(placement: Placement, cost: CostModel, limit: Floats) -> tupl
     again = np.divide(whole - kept, whole, out=np.zeros(num_stages), where=whole > 0)
     handed = np.concatenate([[0.0], np.where(remote, 0.0, boundary[:-1])]) * again
     room = [
-        most - max((max(inputs[s], gradients[s]) for s in placement.stages_of(rank)), default=0.0)
-        for rank, most in enumerate(limit)
+        most - max((max(inputs[s], gradients[s]) for s in stages), default=0.0)
+        for most, stages in zip(limit, placement.stages_by_rank(), strict=True)
     ]
     begun = kept + inputs + handed
     counted = whole + inputs + handed + gradients
@@ -317,8 +317,7 @@ def read_costs(costs: Any) -> Costs:
         return _from_dict(costs)
     if not isinstance(costs, str | Path):
         raise TypeError(f"costs: expected a CostModel, LayerCosts, a dict or a file, found {type(costs).__name__}")
-    with found_in(costs):
-        data = parsed(Path(costs).read_text(encoding="utf-8-sig"))
+    with json_of(costs) as data:
         if not isinstance(data, dict):
             raise ValueError("give an object with the attributes of CostModel or of LayerCosts")
         return _from_dict(data)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastpipe.placement import check_counts
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import (
     building_block,
@@ -80,9 +79,7 @@ def make_schedule(name: str, *, num_ranks: int, num_microbatches: int, **options
     Raises:
         ValueError: for an unknown name or option, or numbers outside the schedule's limits; it says which are.
     """
-    family = find(name)
-    check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    return family.make(int(num_ranks), int(num_microbatches), options)
+    return find(name).make(num_ranks, num_microbatches, options)
 
 
 def find(name: str) -> Family:

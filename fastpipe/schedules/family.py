@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import ceil, floor, isfinite
 from typing import Any
 
-from fastpipe.placement import is_whole
+from fastpipe.placement import check_counts, is_whole, plain
 from fastpipe.schedule import Schedule
 
 
@@ -55,20 +55,21 @@ class Family:
     num_routes: int = 1
 
     def make(self, num_ranks: int, num_microbatches: int, options: Mapping[str, Any]) -> Schedule:
-        """Check the options and generate."""
+        """Check the numbers and options, and generate."""
+        num_ranks, num_microbatches = check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
         values = {name: option.default for name, option in self.options.items()}
         for name, value in options.items():
             if name not in values:
                 known = ", ".join(values) or "none"
                 raise ValueError(f"{name} = {value!r}: {self.name} has no such option; its options are: {known}")
             option = self.options[name]
-            if option.check is not None and not option.check(value):
+            values[name] = plain(value)
+            if option.check is not None and not option.check(values[name]):
                 raise ValueError(f"{name} = {value!r}: {self.name} takes {option.text}")
-            values[name] = value
         stages = values.get("stages_per_rank", self.stages_per_rank * values.get("waves", 1))
         check_size(num_ranks, num_microbatches, stages)
         schedule = self.generate(num_ranks, num_microbatches, **values)
-        schedule.options.update(options)
+        schedule.options.update((name, values[name]) for name in options)
         return schedule
 
     def __str__(self) -> str:
@@ -77,16 +78,14 @@ class Family:
         return "\n".join(lines)
 
 
-_MAX_RANKS = 1_000_000
 _MAX_FORWARDS = 100_000_000
 """Of all ranks; a schedule of so many takes some 10 GB."""
 
 
-def check_size(num_ranks: int, num_microbatches: int, stages_per_rank: Any = 1) -> None:
+def check_size(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> None:
     """Refuse a schedule whose actions memory cannot hold."""
-    if num_ranks > _MAX_RANKS:
-        raise ValueError(f"num_ranks = {num_ranks}: there are at most {_MAX_RANKS:,}; ask for fewer")
-    forwards = num_ranks * num_microbatches * (stages_per_rank if is_count(stages_per_rank) else 1)
+    check_counts(num_ranks=num_ranks)
+    forwards = num_ranks * num_microbatches * stages_per_rank
     if forwards > _MAX_FORWARDS:
         raise ValueError(
             f"num_ranks = {num_ranks}, num_microbatches = {num_microbatches}, stages_per_rank = {stages_per_rank}: "

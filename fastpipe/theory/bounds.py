@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from numbers import Real
+from sys import float_info
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fastpipe.cost import CostModel, check_links
-from fastpipe.placement import Placement, check_counts, is_whole
+from fastpipe.placement import Placement, check_counts, check_flags, plain
 from fastpipe.schedule import Schedule
 from fastpipe.theory.chains import Actions, Chains, RankView, rank_views
 from fastpipe.theory.closed_forms import MEASURES as MEASURES
@@ -85,6 +85,7 @@ def bounds(
     """
     cost = _cost(cost)
     check_measure(measure)
+    check_flags(in_bytes=in_bytes, fused=fused)
     if not isinstance(work, Schedule | Placement):
         raise TypeError(f"work: expected a Schedule or a Placement, found {type(work).__name__}")
     check_links(cost, work.num_ranks)
@@ -95,7 +96,8 @@ def bounds(
     else:
         placement = work
         limits = _limits(memory, placement.num_ranks)
-        actions = Actions.of_placement(placement, cost, _microbatches(num_microbatches), limits, in_bytes, fused)
+        (m,) = check_counts(num_microbatches=num_microbatches)
+        actions = Actions.of_placement(placement, cost, m, limits, in_bytes, fused)
     views = rank_views(placement, Chains(placement, cost, actions), actions)
     found = [_work(views), *(_makespan if measure == "makespan" else _span)(views, placement.num_routes == 1)]
     return [bound for bound in found if np.isfinite(bound.seconds)]
@@ -200,9 +202,12 @@ def any_placement_bounds(
     """
     cost = _cost(cost)
     check_measure(measure)
-    m = _microbatches(num_microbatches)
-    if not (is_whole(num_ranks, least=1) and is_whole(num_stages, least=num_ranks)):
-        raise ValueError(f"num_ranks = {num_ranks!r}, num_stages = {num_stages!r}: give each rank a stage at least")
+    check_flags(in_bytes=in_bytes, fused=fused, even=even)
+    num_ranks, num_stages, m = check_counts(
+        num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
+    )
+    if num_stages < num_ranks:
+        raise ValueError(f"num_ranks = {num_ranks}, num_stages = {num_stages}: give each rank a stage at least")
     check_links(cost, num_ranks)
     if even and num_stages % num_ranks:
         raise ValueError(f"even: {num_stages} stages are not as many on each of {num_ranks} ranks; leave it out")
@@ -245,11 +250,6 @@ def _shortest_hop(cost: CostModel, p: int) -> float:
     return min(links, default=0.0) if links is not None else float(cost.comm) * (p > 1)  # type: ignore[arg-type]
 
 
-def _microbatches(count: int | None) -> int:
-    check_counts(num_microbatches=count)
-    return int(count)  # type: ignore[arg-type]
-
-
 def _cost(cost: CostModel | None) -> CostModel:
     if not isinstance(cost, CostModel | None):
         raise TypeError(f"cost: expected a CostModel, found {type(cost).__name__}")
@@ -259,12 +259,14 @@ def _cost(cost: CostModel | None) -> CostModel:
 def _limits(memory: Memory, num_ranks: int) -> list[float]:
     if memory is None:
         return [inf] * num_ranks
-    is_one = not isinstance(memory, Sequence | np.ndarray) or isinstance(memory, str)
-    values: list[Any] = [memory] * num_ranks if is_one else list(memory)  # type: ignore[arg-type]
+    given = plain(memory)
+    values = given if isinstance(given, tuple) else (given,) * num_ranks
     if len(values) != num_ranks or not all(_is_limit(value) for value in values):
         raise ValueError(f"memory = {memory!r}: give one number above 0, or {num_ranks}, one per rank")
     return [float(value) for value in values]
 
 
 def _is_limit(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
+    # an int may be too large to become a float, so it is compared as it is
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and (value == inf or 0 < value <= float_info.max)

@@ -213,10 +213,8 @@ class _Seconds:
     def least_work(self, counts: Sequence[int], backward: Floats, pairs: bool) -> Floats:
         """Least of all F and backwards of each rank; a pair saves no more than with the longest backward there."""
         totals = []
-        for rank in range(self.placement.num_ranks):
-            held = [
-                (stage, m) for route, m in zip(self.placement.routes, counts, strict=True) for stage in _on(route, rank)
-            ]
+        for routes in _by_rank(self.placement):
+            held = [(stage, m) for stages, m in zip(routes, counts, strict=True) for stage in stages]
             longest = max(backward[stage] for stage, _ in held)
             total = 0.0
             for stage, m in held:
@@ -230,8 +228,13 @@ class _Seconds:
         return np.array(totals)
 
 
-def _on(route: Sequence[int], rank: int) -> list[int]:
-    return [stage for stage, holder in enumerate(route) if holder == rank]
+def _by_rank(placement: Placement) -> list[list[list[int]]]:
+    """For every rank the stages that it holds, by route."""
+    found: list[list[list[int]]] = [[[] for _ in placement.routes] for _ in range(placement.num_ranks)]
+    for number, route in enumerate(placement.routes):
+        for stage, rank in enumerate(route):
+            found[rank][number].append(stage)
+    return found
 
 
 class Chains:
@@ -307,15 +310,14 @@ class RankView:
 
 def rank_views(placement: Placement, chains: Chains, actions: Actions) -> list[RankView]:
     """The view of every rank."""
-    return [_view(placement, chains, actions, rank) for rank in range(placement.num_ranks)]
+    return [_view(chains, actions, rank, routes) for rank, routes in enumerate(_by_rank(placement))]
 
 
-def _view(placement: Placement, chains: Chains, actions: Actions, rank: int) -> RankView:
-    held = [(number, _on(route, rank)) for number, route in enumerate(placement.routes)]
-    held = [(number, stages) for number, stages in held if stages and actions.num_microbatches[number]]
+def _view(chains: Chains, actions: Actions, rank: int, routes: list[list[int]]) -> RankView:
+    held = [(n, stages) for n, stages in enumerate(routes) if stages and actions.num_microbatches[n]]
     ends = [(number, stages[0], stages[-1]) for number, stages in held]
     counted = [(stage, actions.num_microbatches[number]) for number, stages in held for stage in stages]
-    finish = [chains.backward[number][0] + actions.to_the_end[0] for number in range(placement.num_routes)]
+    finish = [chains.backward[number][0] + actions.to_the_end[0] for number in range(len(routes))]
     limit = float(actions.limits[rank])
     forward, back = chains.forward, chains.backward
     return RankView(

@@ -16,11 +16,10 @@ the range and the source of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from numbers import Real
-from sys import float_info
 from typing import Any
 
-from fastpipe.placement import check_counts, is_whole
+from fastpipe.cost import LARGEST, is_cost
+from fastpipe.placement import check_counts, is_whole, plain
 from fastpipe.theory.closed_forms import BUBBLES, PEAKS, Case, Formula, check_measure, mean_busy
 from fastpipe.theory.closed_forms import MEASURES as MEASURES
 
@@ -37,9 +36,10 @@ _OPEN = {
 """Schedules that leave the stages per rank open, and how many it is unless given."""
 _COUNTS = ("num_ranks", "num_microbatches", "stages_per_rank", "live")
 """Arguments that are whole numbers of at least 1."""
+_COST = f"costs are finite numbers from 0 to {LARGEST:g}"
 _OTHERS = {
     "live_fraction": "give a finite fraction of 1F1B's memory, at least 0",
-    "busiest": "give the seconds of the busiest rank, finite and at least 0",
+    "busiest": f"give the seconds of the busiest rank, from 0 to {LARGEST:g}",
 }
 """What to give for numbers that are no costs."""
 _VS = ("zbv", "v_half", "v_min", "1f1b_v", "dualpipev")
@@ -79,7 +79,7 @@ def bubble(
     """
     if as_ not in FORMS:
         raise ValueError(f"as_ = {as_!r}: use one of {', '.join(FORMS)}")
-    _check_numbers(
+    F, I, W, c, fused = _check_numbers(
         forward=forward,
         backward_input=backward_input,
         backward_weight=backward_weight,
@@ -87,19 +87,9 @@ def bubble(
         overlapped=0.0 if overlapped is None else overlapped,
     )
     # summed as Case sums it, so that it is exactly F + B
-    fused = forward + (backward_input + backward_weight) if overlapped is None else overlapped
-    case = Case(
-        num_ranks,
-        num_microbatches,
-        _stages(name, stages_per_rank),
-        forward,
-        backward_input,
-        backward_weight,
-        comm,
-        fused,
-    )
+    fused = F + (I + W) if overlapped is None else fused
     formula = bubble_formula(name, measure)
-    _check(name, formula, case)
+    case = _case(name, formula, num_ranks, num_microbatches, stages_per_rank, F, I, W, c, fused)
     idle, busy = float(formula.value(case)), mean_busy(name, case)
     return {"seconds": idle, "total": idle + busy, "fraction": idle / (idle + busy) if idle else 0.0}[as_]
 
@@ -138,10 +128,8 @@ def peak_activations(
     """
     if as_ not in ("stages", "ratio"):
         raise ValueError(f"as_ = {as_!r}: use 'stages' or 'ratio'")
-    case = Case(num_ranks, num_microbatches, _stages(name, stages_per_rank))
-    formula = peak_formula(name)
-    _check(name, formula, case)
-    peak = formula.value(case)
+    case = _case(name, peak_formula(name), num_ranks, num_microbatches, stages_per_rank)
+    peak = peak_formula(name).value(case)
     return peak if as_ == "stages" else peak / (case.p * case.v)
 
 
@@ -174,11 +162,12 @@ def smallest_num_microbatches(name: str, fraction: float, *, num_ranks: int, **c
     Raises:
         ValueError: when no m does; outside the range of the formula at every m, what `bubble` says.
     """
-    if not (_is_finite(fraction) and 0 < fraction < 1):
+    fraction = plain(fraction)
+    if not (is_cost(fraction) and 0 < fraction < 1):
         raise ValueError(f"fraction = {fraction!r}: give one above 0 and below 1")
     if costs.pop("as_", "fraction") != "fraction":
         raise ValueError("as_: the bubble is compared with fraction; leave as_ out")
-    _check_numbers(num_ranks=num_ranks)
+    (num_ranks,) = _check_numbers(num_ranks=num_ranks)
 
     def reaches(m: int) -> bool:
         return bubble(name, num_ranks=num_ranks, num_microbatches=m, **costs) <= fraction
@@ -231,7 +220,9 @@ def ramp_bound(
     Raises:
         ValueError: for an argument that is no such number; it names it.
     """
-    _check_numbers(busiest=busiest, num_ranks=num_ranks, stages_per_rank=stages_per_rank, forward=forward, comm=comm)
+    busiest, num_ranks, stages_per_rank, forward, comm = _check_numbers(
+        busiest=busiest, num_ranks=num_ranks, stages_per_rank=stages_per_rank, forward=forward, comm=comm
+    )
     if not (is_whole(num_routes, least=1) and num_routes <= 2):
         raise ValueError(f"num_routes = {num_routes!r}: give 1, or 2 for a bidirectional placement")
     if num_routes == 2:
@@ -254,13 +245,14 @@ def single_stage_bound(
     Raises:
         ValueError: for m <= live, where the memory is no limit; for an argument that is no number, naming it.
     """
-    _check_numbers(num_ranks=num_ranks, num_microbatches=num_microbatches, live=live)
-    _check_numbers(forward=forward, backward_input=backward_input, backward_weight=backward_weight, comm=comm)
-    if num_microbatches <= live:
-        raise ValueError(f"num_microbatches = {num_microbatches}: the bound holds for more than live = {live}")
-    p, k, F, I, W, c = num_ranks, live, forward, backward_input, backward_weight, comm
+    p, m, k = _check_numbers(num_ranks=num_ranks, num_microbatches=num_microbatches, live=live)
+    F, I, W, c = _check_numbers(
+        forward=forward, backward_input=backward_input, backward_weight=backward_weight, comm=comm
+    )
+    if m <= k:
+        raise ValueError(f"num_microbatches = {m}: the bound holds for more than live = {k}")
     ramp = max(0.0, (p - 1) * (I + 2 * c) + (p - k) * F)
-    return num_microbatches * (F + I + W) + ramp + max(0.0, (p - 1) * (F + I + 2 * c) - (k - 1) * (I + W))
+    return float(m * (F + I + W) + ramp + max(0.0, (p - 1) * (F + I + 2 * c) - (k - 1) * (I + W)))
 
 
 def memory_bubble_bound(live_fraction: float, *, num_ranks: int, forward: float = 1.0) -> float:
@@ -269,8 +261,8 @@ def memory_bubble_bound(live_fraction: float, *, num_ranks: int, forward: float 
     Raises:
         ValueError: for an argument that is no such number; it names it.
     """
-    _check_numbers(live_fraction=live_fraction, num_ranks=num_ranks, forward=forward)
-    return max(0.0, (1 - live_fraction) * num_ranks * forward)
+    fraction, p, F = _check_numbers(live_fraction=live_fraction, num_ranks=num_ranks, forward=forward)
+    return float(max(0.0, (1 - fraction) * p * F))
 
 
 def v_bubble_bound(live: int, *, num_ranks: int, unit: float = 1.0) -> float:
@@ -302,15 +294,14 @@ def wave_bubble_bound(
     Raises:
         ValueError: for an argument that is no such number, or an odd ``stages_per_rank``; it names it.
     """
-    _check_numbers(live=live, num_ranks=num_ranks, stages_per_rank=stages_per_rank, unit=unit)
-    if stages_per_rank % 2:
-        raise ValueError(
-            f"stages_per_rank = {stages_per_rank}: the closed form is for even numbers; see fastpipe.bounds"
-        )
+    k, p, v, unit = _check_numbers(live=live, num_ranks=num_ranks, stages_per_rank=stages_per_rank, unit=unit)
+    if v % 2:
+        raise ValueError(f"stages_per_rank = {v}: the closed form is for even numbers; see fastpipe.bounds")
     check_measure(measure)
-    p, stages = num_ranks, num_ranks * stages_per_rank
-    before, after = p - 1 + max(0, stages - live), stages + p - 2 * live
-    return unit * (before + max(0, after) if measure == "makespan" else max(0, before + after, stages - live))
+    stages = p * v
+    before, after = p - 1 + max(0, stages - k), stages + p - 2 * k
+    slots = before + max(0, after) if measure == "makespan" else max(0, before + after, stages - k)
+    return float(unit * slots)
 
 
 def full_throughput_memory(*, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0) -> float:
@@ -319,11 +310,10 @@ def full_throughput_memory(*, forward: float = 1.0, backward_input: float = 1.0,
     Raises:
         ValueError: for an argument that is no number, naming it, or if all are 0.
     """
-    _check_numbers(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
-    work = forward + backward_input + backward_weight
-    if not work:
+    F, I, W = _check_numbers(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
+    if not F + I + W:
         raise ValueError("forward, backward_input, backward_weight = 0: give one of them above 0")
-    return (forward + backward_input) / (2 * work)
+    return float((F + I) / (2 * (F + I + W)))
 
 
 def peak_formula(name: str) -> Formula:
@@ -344,34 +334,36 @@ def _unknown(name: str, what: str, known: Iterable[str]) -> ValueError:
 
 def _stages(name: str, stages_per_rank: int | None) -> int:
     """v of a schedule: given where it is open, else its own."""
-    if name in _OPEN:
-        return _OPEN[name] if stages_per_rank is None else stages_per_rank
-    own = 2 if name in _VS else 1
-    if stages_per_rank not in (None, own):
-        raise ValueError(f"stages_per_rank = {stages_per_rank}: {name} has {own}; leave it out")
-    return own
+    own = _OPEN.get(name, 2 if name in _VS else 1)
+    if stages_per_rank is None:
+        return own
+    (given,) = check_counts(stages_per_rank=stages_per_rank)
+    if name not in _OPEN and given != own:
+        raise ValueError(f"stages_per_rank = {given}: {name} has {own}; leave it out")
+    return given
 
 
-def _check_numbers(**numbers: Any) -> None:
-    """Refuse, by name, what is no count where one is meant, and what is no finite number of at least 0 elsewhere."""
+def _check_numbers(**numbers: Any) -> list[Any]:
+    """The numbers as Python's own, which do not overflow.
+
+    Refuses, by name, what is no count where one is meant, and what is no cost elsewhere.
+    """
+    numbers = {what: plain(number) for what, number in numbers.items()}
     for what, number in numbers.items():
         if what in _COUNTS:
             check_counts(**{what: number})
-        elif not _is_finite(number) or number < 0:
-            raise ValueError(f"{what} = {number!r}: {_OTHERS.get(what, 'costs are finite numbers of at least 0')}")
+        elif not is_cost(number):
+            raise ValueError(f"{what} = {number!r}: {_OTHERS.get(what, _COST)}")
+    return list(numbers.values())
 
 
-def _is_finite(number: Any) -> bool:
-    if isinstance(number, bool) or not isinstance(number, Real):
-        return False
-    size: Any = abs(number)
-    return bool(size <= float_info.max)  # compared, since a whole number may be too large to become a float
-
-
-def _check(name: str, formula: Formula, case: Case) -> None:
-    _check_numbers(num_ranks=case.p, num_microbatches=case.m, stages_per_rank=case.v)
+def _case(name: str, formula: Formula, p: int, m: int, v: int | None, *costs: float) -> Case:
+    """The numbers that a formula is asked for, within its range."""
+    p, m = check_counts(num_ranks=p, num_microbatches=m)
+    case = Case(p, m, _stages(name, v), *costs)
     if not formula.holds(case):
         raise ValueError(
             f"the formula of {name} holds for {formula.range}; asked for p = {case.p}, m = {case.m}, v = {case.v}, "
             f"F = {case.F}, I = {case.I}, W = {case.W}, F&B = {case.FB}, comm = {case.c}: simulate it instead"
         )
+    return case

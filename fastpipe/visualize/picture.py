@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastpipe.placement import check_flags, plain
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import canvas
 from fastpipe.visualize.rows import Panel
@@ -49,26 +49,31 @@ def plot(
             rank's share of the model (1/ranks of it), as `fastpipe.compare` counts them.
         title: the heading; the schedule and its numbers unless given.
         width: inches, 2 to 200.
-        row_height: inches a rank takes; chosen by the number of ranks unless given.
+        row_height: inches a rank takes, 0.01 to 20; chosen by the number of ranks unless given.
         labels: write microbatch numbers into the bars, wherever they fit.
         transfers: draw every transfer between ranks as a line; unless given, when they take time and are few.
         critical_path: outline the actions of the critical path.
-        dpi: pixels an inch of a PNG.
+        dpi: pixels an inch of a PNG, 10 to 2400.
 
     Returns:
         The path.
 
     Raises:
         ImportError: when matplotlib is not installed.
-        ValueError: for a suffix that is no format, or a width that is none.
+        ValueError: for a suffix that is no format, or a size that is none.
     """
     path = canvas.checked_path(path)
-    _check_width(width)
+    _check_size("width", width, 2, 200, "inches")
+    _check_size("row_height", 1 if row_height is None else row_height, 0.01, 20, "inches")
+    _check_size("dpi", dpi, 10, 2400, "pixels an inch")
+    check_flags(labels=labels, critical_path=critical_path, transfers=False if transfers is None else transfers)
     for name, value, kind in (("against", against, Timeline), ("title", title, str)):
         if not isinstance(value, kind | None):
             raise TypeError(f"{name}: expected a {kind.__name__} or None, found {type(value).__name__}")
     shown = [timeline] if against is None else [timeline, against]
-    height = row_height or min(0.42, max(0.13, 6.5 / max(t.program.num_ranks for t in shown)))
+    height = (
+        row_height if row_height is not None else min(0.42, max(0.13, 6.5 / max(t.program.num_ranks for t in shown)))
+    )
     figure, panels = _layout(shown, width, height, dpi)
     lines = any(panel.wants_transfers() for panel in panels) if transfers is None else transfers
     for panel in panels:
@@ -83,10 +88,10 @@ def plot(
     return canvas.save(figure, path, dpi)
 
 
-def _check_width(width: Any) -> None:
-    """Refuse a width that the margins take, or that no viewer opens."""
-    if not (isinstance(width, Real) and 2 <= float(width) <= 200):
-        raise ValueError(f"width = {width!r}: give 2 to 200 inches")
+def _check_size(name: str, size: Any, least: float, most: float, unit: str) -> None:
+    """Refuse a size in which there is no room, or that no viewer opens."""
+    if isinstance(size, bool) or not (isinstance(plain(size), int | float) and least <= size <= most):
+        raise ValueError(f"{name} = {size!r}: give {least:g} to {most:g} {unit}")
 
 
 def _layout(shown: Sequence[Timeline], width: float, row_height: float, dpi: int) -> tuple[Figure, list[Panel]]:

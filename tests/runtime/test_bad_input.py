@@ -220,6 +220,16 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "a list of nothing": ({}, lambda p: p.step([], target=[]), "the input has 0 microbatches .*: pass as many$"),
     "no input": ({}, lambda p: p.step(None, target=Y), "the input is None: the model's first layer needs 'x'"),
     "no argument": ({}, lambda p: p.step(target=Y), "the input is missing: the model's first layer needs 'x'"),
+    "a wrong name": (
+        {},
+        lambda p: p.step(arg_mbs=X, target=Y),
+        "the input is missing: the model's first layer needs 'x'; it does not take 'arg_mbs', given by keyword; pass",
+    ),
+    "fewer rows than the schedule takes": (
+        {"schedule": "dualpipev"},
+        lambda p: p.step(X[:1], target=Y[:1]),
+        "give at least one row per microbatch, or pass num_microbatches=1 to this call if the schedule allows it",
+    ),
     "no input but a name": (
         {"stages": [TwoInputs(), *LAYERS[1:]]},
         lambda p: p.step(None, target=Y, z=X),

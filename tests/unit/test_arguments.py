@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fastpipe
-from fastpipe import CostModel, Placement, Schedule
+from fastpipe import CostModel, Placement, Schedule, formulas
 from fastpipe.bounds import any_placement_bounds, bounds
 from fastpipe.visualize import to_chrome_trace
 
@@ -28,6 +28,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: ANY.plot(SCHEDULE, "x.png"), "timeline: expected a Timeline, found Schedule"),
     (lambda: ANY.plot(ANY.simulate(SCHEDULE), "x.png", width="a"), "width = 'a'"),
     (lambda: ANY.plot(ANY.simulate(SCHEDULE), "x.png", width=1), "width = 1"),
+    (lambda: ANY.plot(ANY.simulate(SCHEDULE), "x.png", width=10**400), "width = 1000"),
     (lambda: ANY.compare("1f1b", num_ranks=2, num_microbatches=3), "schedules: expected a list"),
     (lambda: ANY.compare(["1f1b"], num_ranks=2, num_microbatches=3, cost=1), "cost: expected a CostModel, found int"),
     (lambda: ANY.simulate(SCHEDULE, lanes=5), "lanes = 5: use 'directed'"),
@@ -52,7 +53,43 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: Schedule.from_actions("x", Placement.loop(1), 1, {0: ["0F0"]}), "orders is a dict: give a list"),  # type: ignore[arg-type]
     (lambda: Schedule.from_actions("x", Placement.loop(2), 1, [["0F0"]]), "orders: the placement has 2 ranks; found 1"),
     (lambda: Schedule.from_actions("x", Placement.loop(1), 1, [[(0, 0.9, 0, -1, -1)]]), "its fields are whole numbers"),
-    (lambda: Placement(5 * 10**7, ((0, 1),)), "no stage is placed on rank 2"),
+    (lambda: Placement(5 * 10**5, ((0, 1),)), "no stage is placed on rank 2"),
+    (lambda: Placement.loop(10**9), "num_ranks = 1000000000: there are at most 1,000,000; ask for fewer"),
+    (lambda: Placement(10**9, ((0, 1),)), "num_ranks = 1000000000: there are at most 1,000,000"),
+    (lambda: Placement.wave(4, 10**9), "num_ranks * stages_per_rank = 4000000000: there are at most 10,000,000"),
+    (lambda: fastpipe.LayerCosts(10**12), "num_layers = 1000000000000: there are at most 1,000,000"),
+    (lambda: ANY.partition([1, 2], 10**9), "num_stages = 1000000000: there are at most 10,000,000"),
+    (lambda: ANY.partition(10**12, 10**9), "num_stages = 1000000000: there are at most 10,000,000"),
+    (
+        lambda: any_placement_bounds(num_ranks=2, num_stages=10**9, num_microbatches=2),
+        "num_stages = 1000000000: there are at most 10,000,000",
+    ),
+    (lambda: bounds(Placement.loop(2), num_microbatches=10**400), "num_microbatches = 1000"),
+    (lambda: bounds(Placement.loop(2), num_microbatches=2, memory=10**400), "memory = 1000"),
+    (
+        lambda: ANY.plan(CostModel(), num_ranks=2, num_microbatches=1, max_stages_per_rank=10**9),
+        "max_stages_per_rank = 1000000000: there are at most 1,000; ask for fewer",
+    ),
+    (lambda: ANY.plan(CostModel(), num_ranks=2, num_microbatches=1, exact="no"), "exact = 'no': give True or False"),
+    (lambda: ANY.plan(CostModel(), num_ranks=2, num_microbatches=1, progress=-1), "progress = -1: give a function"),
+    (lambda: bounds(Placement.loop(2), num_microbatches=2, fused="no"), "fused = 'no': give True or False"),  # type: ignore[arg-type]
+    (
+        lambda: any_placement_bounds(num_ranks=2, num_stages=2, num_microbatches=2, even="no"),  # type: ignore[arg-type]
+        "even = 'no': give True or False",
+    ),
+    (lambda: ANY.compare(["1f1b"], num_ranks=2, num_microbatches=2, skip_impossible=2), "skip_impossible = 2: give"),
+    (lambda: ANY.compare(5, num_ranks=2, num_microbatches=2), "schedules: expected a list of names, found the int 5"),
+    (lambda: SCHEDULE.to_csv(aligned="no"), "aligned = 'no': give True or False"),
+    (lambda: ANY.plot(ANY.simulate(SCHEDULE), "x.png", labels="no"), "labels = 'no': give True or False"),
+    (lambda: ANY.plot(ANY.simulate(SCHEDULE), "x.png", transfers="no"), "transfers = 'no': give True or False"),
+    (lambda: ANY.plot(ANY.simulate(SCHEDULE), "x.png", dpi=0), "dpi = 0: give 10 to 2400 pixels an inch"),
+    (lambda: ANY.plot(ANY.simulate(SCHEDULE), "x.png", row_height=-1), "row_height = -1: give 0.01 to 20 inches"),
+    (lambda: Placement(1, ((0,),), 5), "name: expected a str, found int"),  # type: ignore[arg-type]
+    (lambda: fastpipe.LayerCosts(2, microbatch_size=None), "microbatch_size = None: give a whole"),  # type: ignore[arg-type]
+    (lambda: fastpipe.LayerCosts(2, batch_size=4).rows(0), "num_microbatches = 0: give a whole number"),
+    (lambda: formulas.bubble("1f1b", num_ranks=2, num_microbatches=2, stages_per_rank=True), "stages_per_rank = True"),
+    (lambda: ANY.lower(SCHEDULE, coalesce="no"), "coalesce = 'no': give True or False"),
+    (lambda: ANY.lower(SCHEDULE, recv_lookahead=True), "recv_lookahead = True: give a whole number of at least 0"),
     (lambda: Placement.custom([0, 1.7]), "stage_to_rank[1] = 1.7: ranks are whole numbers"),  # type: ignore[list-item]
     (lambda: Placement.custom("01"), "stage_to_rank[0] = '0': ranks are whole numbers"),  # type: ignore[arg-type]
     (lambda: Placement.custom([0, -1]), "stage_to_rank[1] = -1: ranks are whole numbers of at least 0"),
@@ -69,6 +106,10 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: ANY.partition("123", 2), "costs = '123'"),
     (lambda: ANY.partition(2.5, 2), "costs = 2.5"),
     (lambda: ANY.partition(-1, 1), "costs = -1"),
+    (lambda: ANY.partition(True, 1), "costs = True: give a whole number"),
+    (lambda: ANY.partition(3, True), "num_stages = True: give a whole number"),
+    (lambda: ANY.partition({1: 2.0, 2: 3.0}, 1), "costs = {1: 2.0, 2: 3.0}: give the cost of every layer"),
+    (lambda: ANY.partition([1, b"2"], 1), "costs[1] = b'2'"),
     (lambda: ANY.partition([1, "2"], 1), "costs[1] = '2'"),
     (lambda: ANY.partition([10**400], 1), "costs[0] = 1000"),
     (lambda: ANY.partition([1, 2], 1.0), "num_stages = 1.0"),
@@ -131,3 +172,54 @@ def test_numpys_whole_numbers_are_ranks_and_lanes() -> None:
     assert Placement.custom(np.array([0, 1])) == Placement.custom([0, 1])  # type: ignore[arg-type]
     lanes = [np.int64(lane) for lane in range(len(PROGRAM.channels))]
     assert fastpipe.simulate(PROGRAM, lanes=lanes).makespan == fastpipe.simulate(PROGRAM).makespan
+
+
+SMALL: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+    (lambda p, v: Placement.loop(p, v), (100, 2)),
+    (lambda p, v: Placement.wave(p, v), (3, 100)),
+    (lambda p: Placement.bidirectional(p), (100,)),
+    (
+        lambda p, m, v: formulas.bubble("interleaved_1f1b", num_ranks=p, num_microbatches=m, stages_per_rank=v),
+        (8, 80, 4),
+    ),
+    (lambda p, m: formulas.bubble("1f1b", num_ranks=p, num_microbatches=m, as_="total"), (100, 100)),
+    (lambda p, m: formulas.bubble("dualpipev", num_ranks=p, num_microbatches=m), (60, 120)),
+    (lambda p, m: formulas.peak_activations("zbv", num_ranks=p, num_microbatches=m), (60, 120)),
+    (lambda p: formulas.smallest_num_microbatches("zbv", 0.25, num_ranks=p), (100,)),
+    (lambda p, v: formulas.ramp_bound(1.0, num_ranks=p, stages_per_rank=v), (100, 100)),
+    (lambda p, m, k: formulas.single_stage_bound(num_ranks=p, num_microbatches=m, live=k), (50, 120, 10)),
+    (lambda k, p, v: formulas.wave_bubble_bound(k, num_ranks=p, stages_per_rank=v), (100, 8, 100)),
+    (lambda p, f: formulas.memory_bubble_bound(0.5, num_ranks=p, forward=f), (100, 100)),
+    (lambda f, i, w: formulas.full_throughput_memory(forward=f, backward_input=i, backward_weight=w), (100, 100, 100)),
+    (lambda p, s, m: any_placement_bounds(num_ranks=p, num_stages=s, num_microbatches=m, memory=2), (50, 100, 120)),
+    (lambda m, k: bounds(Placement.loop(2), num_microbatches=m, memory=[k, k]), (120, 100)),
+    (lambda p, m, v: ANY.make_schedule("hanayo", num_ranks=p, num_microbatches=m, waves=v), (2, 2, 100)),
+    (lambda p, m, v: ANY.make_schedule("wave_zb", num_ranks=p, num_microbatches=m, stages_per_rank=v), (8, 8, 40)),
+    (lambda p, m, f: ANY.make_schedule("zb_auto", num_ranks=p, num_microbatches=m, forward=f), (2, 4, 3)),
+    (lambda p, m, f: ANY.make_schedule("zb_auto", num_ranks=p, num_microbatches=m, forward=[f, f]), (2, 4, 3)),
+    (lambda n: ANY.lower(SCHEDULE, recv_lookahead=n).to_json(), (3,)),
+    (lambda n, k: ANY.partition(n, k), (100, 7)),
+    (lambda n, k, b: fastpipe.LayerCosts(n, batch_size=b).partition(k), (100, 7, 120)),
+    (lambda a, b, s: CostModel(comm={(a, b): s}), (0, 1, 100)),
+]
+"""Functions, and numbers whose sums and products are too large for 8 bits."""
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.int64])
+@pytest.mark.parametrize("number", range(len(SMALL)))
+def test_small_numbers_of_numpy_do_not_overflow(number: int, kind: Callable[[int], Any]) -> None:
+    call, given = SMALL[number]
+    assert call(*map(kind, given)) == call(*given)
+
+
+def test_floats_of_numpy_do_not_overflow() -> None:
+    given = np.float16(6e4), np.float32(3e38)
+    for number in given:
+        assert formulas.full_throughput_memory(forward=number, backward_input=number) == pytest.approx(0.5, rel=1e-4)
+        assert formulas.memory_bubble_bound(0.0, num_ranks=4, forward=number) == 4 * float(number)
+    with pytest.raises(ValueError, match="forward = 1e\\+308: costs are finite numbers from 0 to 1e\\+100"):
+        formulas.bubble("1f1b", num_ranks=4, num_microbatches=8, forward=1e308)
+
+
+def test_a_number_of_layers_is_cut_without_a_list_of_them() -> None:
+    assert fastpipe.partition(10**12, 2) == [range(5 * 10**11), range(5 * 10**11, 10**12)]

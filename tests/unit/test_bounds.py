@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from math import isclose
+from time import process_time
 
 import numpy as np
 import pytest
@@ -299,3 +300,12 @@ def test_one_activation_is_enough_memory():
         assert best(bounds(Placement.loop(2), num_microbatches=4, memory=memory)).seconds == 20
         found = any_placement_bounds(num_ranks=2, num_stages=2, num_microbatches=4, memory=memory)
         assert 0 < best(found).seconds <= 20
+
+
+def test_the_time_is_proportional_to_the_ranks():
+    def seconds(num_ranks):
+        placement, begin = Placement.loop(num_ranks), process_time()
+        bounds(placement, num_microbatches=4, memory=2)
+        return process_time() - begin
+
+    assert seconds(20_000) < 80 * max(seconds(1000), 0.05)

@@ -198,6 +198,7 @@ def test_validate_says_what_is_right_and_what_is_wrong(capsys: Any, csv: str) ->
     assert "valid: 4 ranks, 8 stages, 8 microbatches" in run(capsys, "validate", csv)
     assert json.loads(run(capsys, "validate", csv, "--json"))["valid"] is True
     assert "with 1 hardware queue for the streams of a rank" in run(capsys, "validate", csv, "--queues", "1")
+    assert "--queues: 'x': give a whole number from 1" in refused(capsys, "validate", csv, "--queues", "x")
     path = Path(csv)
     path.write_text(path.read_text().replace("7I3,", "", 1))
     for command in (["validate", csv], ["simulate", csv], ["convert", csv, "--to", "comms"]):
@@ -241,8 +242,19 @@ def test_a_dash_is_the_standard_output_and_no_file(capsys: Any, csv: str, tmp_pa
     before = sorted(tmp_path.iterdir())
     assert run(capsys, "convert", csv, "--to", "json", "-o", "-") == run(capsys, "convert", csv, "--to", "json")
     for command in ("plot", "html", "trace"):
-        assert "'-' is no file" in refused(capsys, command, "1f1b", "-p", "2", "-m", "2", "-o", "-")
+        for name in ("-", ""):
+            assert f"{name!r} is no file" in refused(capsys, command, "1f1b", "-p", "2", "-m", "2", "-o", name)
+    for flag in ("--plot", "--csv", "--html"):
+        assert f"{flag}: '' is no file" in refused(capsys, "plan", "-p", "2", "-m", "2", flag, "")
+    assert "--plot: '' is no file" in refused(capsys, "compare", "1f1b", "-p", "2", "-m", "2", "--plot", "")
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_whose_name_is_no_utf8(capsys: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "a\udc80.csv")
+    Path(path).write_text("0F0,0B0\n")
+    assert "a\\udc80" in run(capsys, "show", path)
+    assert "a\\udc80.html" in run(capsys, "html", path, "-o", path.replace(".csv", ".html"))
 
 
 @pytest.mark.without_torch

@@ -326,6 +326,12 @@ def test_a_schedule_that_is_given_may_name_stages_alone(tmp_path: Path) -> None:
     assert kept.schedule == given  # with all that it says
 
 
+def test_a_time_limit_ends_the_search_among_many_placements() -> None:
+    started = time.process_time()
+    plan = fastpipe.plan(CostModel(), num_ranks=2, num_microbatches=1, max_stages_per_rank=1000, time_limit=1)
+    assert plan.cut and time.process_time() - started < 12
+
+
 def test_a_time_limit_cuts_and_says_so() -> None:
     started = time.monotonic()
     plan = small(num_ranks=8, num_microbatches=32, time_limit=1e-6, effort=100.0)

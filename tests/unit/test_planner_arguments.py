@@ -58,6 +58,7 @@ def test_costs_are_read_from_files_and_dicts(tmp_path: Path) -> None:
     layers = {"num_layers": 8, "forward": 0.5, "bandwidth": {"0->1": 5.0}, "activation_bytes": 1.0}
     path.write_text(json.dumps(layers))
     assert LayerCosts.from_json(path) == LayerCosts(8, 0.5, bandwidth={(0, 1): 5.0}, activation_bytes=1.0)
+    assert LayerCosts.from_json(json.dumps(layers) + "\n") == LayerCosts.from_json(path)
     assert small(layers, effort=0).partition is not None
     for text, message in (
         ("{", "no JSON"),

@@ -194,7 +194,7 @@ def test_searched_orders_take_costs_a_rank():
     slow_last = make_schedule("zb_auto", num_ranks=4, num_microbatches=8, forward=[1, 1, 1, 2], memory_limit=8)
     even = make_schedule("zb_auto", num_ranks=4, num_microbatches=8, memory_limit=8)
     assert slow_last != even
-    assert slow_last.options == {"forward": [1, 1, 1, 2], "memory_limit": 8}
+    assert slow_last.options == {"forward": (1, 1, 1, 2), "memory_limit": 8}
 
 
 @pytest.mark.parametrize(("p", "m", "seconds"), [(2, 2, 13), (4, 4, 27), (4, 5, 33), (8, 8, 55), (8, 9, 61)])
@@ -245,6 +245,14 @@ def test_an_order_by_hand():
         ("zbv", 4, 8, {"forward": [1, 1, 1, 1]}, "forward = [1, 1, 1, 1]"),
         ("forward_only", 2, 3, {"placement": "bidirectional"}, "num_microbatches = 3"),
         ("forward_only", 3, 3, {"placement": Placement.loop(2)}, "placement has 2 ranks, and num_ranks = 3"),
+        (
+            "forward_only",
+            2,
+            3,
+            {"placement": Placement.v(2), "stages_per_rank": 3},
+            "stages_per_rank = 3: the placement",
+        ),
+        ("forward_only", 2, 4, {"placement": "bidirectional", "stages_per_rank": 3}, "stages_per_rank = 3: the"),
         ("forward_only", 3, 3, {"placement": "ring"}, "placement = 'ring'"),
         ("1f1b", 10**9, 1, {}, "num_ranks = 1000000000: there are at most 1,000,000"),
         ("zbv", 8, 10**9, {}, "that is 16,000,000,000 forwards, and a schedule has at most 100,000,000"),

@@ -271,6 +271,13 @@ def test_a_name_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     assert text.count("</script>") == 1 and "<script>alert" not in text
 
 
+def test_a_name_from_a_file_that_is_no_utf8(tmp_path: Path) -> None:
+    placement, orders = fastpipe.Placement.loop(1), [["0F0", "0B0"]]
+    timeline = fastpipe.simulate(fastpipe.Schedule.from_actions("a\udc80", placement, 1, orders))
+    path = to_html(timeline, tmp_path / "b\udc80.html")
+    assert "<title>a?" in path.read_text(encoding="utf-8")
+
+
 def test_a_name_is_not_the_mark_of_another_place_of_the_page(tmp_path: Path) -> None:
     name = "{{title}} /*{{style}}*/ /*{{script}}*/ /*{{data}}*/"
     schedule = fastpipe.Schedule.from_actions(name, fastpipe.Placement.loop(1), 1, [["0F0", "0B0"]])

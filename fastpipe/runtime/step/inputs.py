@@ -276,6 +276,8 @@ def _check_input(first: Stage, request: Request) -> None:
     if missing is None and (request.kwargs or len(args) != 1 or args[0] is not None):
         return
     needed = "" if missing is None else f"the model's first layer needs {missing!r}; "
+    others = [name for name in request.kwargs if first.accepts is not None and name not in first.accepts]
+    needed += f"it does not take {', '.join(map(repr, others))}, given by keyword; " if needed and others else ""
     raise ValueError(
         f"the input is {'None' if args and args[0] is None else 'missing'}: {needed}pass the batch on the rank with "
         "the first stage, or no argument if the model takes none"

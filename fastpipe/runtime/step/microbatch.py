@@ -118,7 +118,7 @@ def _is_one_value(value: Any) -> bool:
 
 def _checked_list(values: list[Any], num_microbatches: int, name: str) -> list[Any]:
     if len(values) != num_microbatches:
-        or_pass = f", or pass num_microbatches={len(values)} to this call" if values else ""
+        or_pass = f", or num_microbatches={len(values)} to this call if the schedule allows it" if values else ""
         raise ValueError(
             f"{name} has {len(values)} microbatches but num_microbatches = {num_microbatches}: pass as many{or_pass}"
         )
@@ -161,7 +161,7 @@ def _split_leaf(
             f"split={{{key!r}: dimension}}, or 'replicate', or a function that splits the whole argument"
         )
     if (rows := leaf.shape[dim]) < num_microbatches:
-        or_pass = f", or pass num_microbatches={rows} to this call" if rows else ""
+        or_pass = f", or pass num_microbatches={rows} to this call if the schedule allows it" if rows else ""
         raise ValueError(
             f"{name} has {rows} rows (dimension {dim} of {tuple(leaf.shape)}) but num_microbatches = "
             f"{num_microbatches}: give at least one row per microbatch{or_pass}"
