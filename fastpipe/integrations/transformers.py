@@ -152,5 +152,9 @@ class PipelineTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            extra = fastpipe.load_checkpoint(Path(checkpoint) / FOLDER, self.pipe, self.optimizer.optimizer)
+            if not (folder := Path(checkpoint) / FOLDER).is_dir():
+                how = "resume it there, or train the model of its from_pretrained with a new optimizer"
+                text = f"it has no folder {FOLDER!r}, so it is of a Trainer without a pipeline; {how}"
+                raise ValueError(f"resume_from_checkpoint = {str(checkpoint)!r}: {text}")
+            extra = fastpipe.load_checkpoint(folder, self.pipe, self.optimizer.optimizer)
             self.lr_scheduler.load_state_dict(extra["scheduler"])

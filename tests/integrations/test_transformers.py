@@ -284,6 +284,13 @@ def test_models_that_are_split_by_an_example(name: str, tmp_path: Path) -> None:
     assert mine.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
 
 
+def test_a_checkpoint_of_a_trainer_without_a_pipeline_is_named(tmp_path: Path) -> None:
+    given = {"train_dataset": rows(8, 0), "max_steps": 1, "save_steps": 1, "disable_tqdm": True}
+    trainer(tmp_path, transformers.Trainer, **given).train()
+    with pytest.raises(ValueError, match="resume_from_checkpoint = .*checkpoint-1': it has no folder 'pipeline'"):
+        trainer(tmp_path, **given | {"max_steps": 2}).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 def test_the_optimizer_has_the_parameters_of_this_process(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     groups = made.create_optimizer().param_groups
