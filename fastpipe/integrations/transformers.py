@@ -40,7 +40,10 @@ class PipelineTrainer(Trainer):
     def __init__(self, *args: Any, pipeline: dict[str, Any], example: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._check()
-        layers: Any = fastpipe.split(self.model, **{k: v.to(self.args.device) for k, v in (example or {}).items()})
+        inner = getattr(self.model, "base_model", self.model)
+        is_in_layers = type(inner).forward.__qualname__ == "BaseTuner.forward"  # of peft; split refuses its others
+        self._whole = inner.model if is_in_layers else self.model
+        layers: Any = fastpipe.split(self._whole, **{k: v.to(self.args.device) for k, v in (example or {}).items()})
         scale = self._scale = [1.0]  # not self: the threads of ranks hold the loss function, and would hold the Trainer
         loss_fn, self._num_tokens = layers.loss_fn, layers.num_tokens
         scaled = functools.wraps(loss_fn)(lambda output, labels: loss_fn(output, labels) * scale[0])
@@ -141,7 +144,7 @@ class PipelineTrainer(Trainer):
         extra = {"scheduler": self.lr_scheduler.state_dict()} if resumes else None
         fastpipe.save_checkpoint(folder / FOLDER, self.pipe, self.optimizer.optimizer if resumes else None, extra=extra)
         if self.args.should_save and self.args.world_size > 1:  # this process has an older state of others' stages
-            load({"model": self.model.state_dict()}, checkpoint_id=folder / FOLDER, no_dist=True)
+            load({"model": self._whole.state_dict()}, checkpoint_id=folder / FOLDER, no_dist=True)
         super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

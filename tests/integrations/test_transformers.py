@@ -284,6 +284,40 @@ def test_models_that_are_split_by_an_example(name: str, tmp_path: Path) -> None:
     assert mine.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
 
 
+def test_an_adapter_of_peft_is_trained_and_saved(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
+    given = {"train_dataset": rows(8, 0), "eval_dataset": rows(4, 1), "max_steps": 4, "eval_strategy": "steps"}
+    given |= {"eval_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "logging_steps": 1}
+    given |= {"disable_tqdm": True, "save_steps": 2, "learning_rate": 0.1}
+    made = []
+    for kind in (None, transformers.Trainer):
+        torch.manual_seed(0)
+        made.append(trainer(tmp_path / str(kind), kind, model=peft.get_peft_model(model(), config), **given))
+        made[-1].train()
+    mine, plain = made
+    shown, expected = (
+        [{key: line[key] for key in KEPT if key in line} for line in each.state.log_history] for each in made
+    )
+    for line, wanted in zip(shown, expected, strict=True):
+        assert line == pytest.approx(wanted, rel=1e-4)
+    loaded = peft.PeftModel.from_pretrained(model(), tmp_path / "None/checkpoint-4").state_dict()
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(loaded[name], value, rtol=1e-3, atol=1e-5)
+    assert any("lora_B" in name and value.any() for name, value in loaded.items())
+    torch.manual_seed(1)
+    resumed = trainer(tmp_path / "resumed", model=peft.get_peft_model(model(), config), **given)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "None/checkpoint-2"))
+    assert resumed.state.log_history[-2]["eval_loss"] == pytest.approx(shown[-2]["eval_loss"], rel=1e-5)
+
+
+def test_an_adapter_that_is_no_part_of_layers_is_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="whose adapter is no part of the model's layers"):
+        trainer(tmp_path, model=peft.get_peft_model(model(), config))
+
+
 def test_a_checkpoint_of_a_trainer_without_a_pipeline_is_named(tmp_path: Path) -> None:
     given = {"train_dataset": rows(8, 0), "max_steps": 1, "save_steps": 1, "disable_tqdm": True}
     trainer(tmp_path, transformers.Trainer, **given).train()
