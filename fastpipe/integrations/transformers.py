@@ -33,7 +33,8 @@ class PipelineTrainer(Trainer):
     Args:
         pipeline: the arguments of `fastpipe.Pipeline`, without layers and loss: ``{"schedule": "zbv"}``,
             with ``"num_ranks"`` in one process, whose threads are the ranks.
-        example: a microbatch without labels, for models that `fastpipe.split` splits by an example.
+        example: a microbatch, for models that `fastpipe.split` splits by an example; with labels, in two or more rows,
+            if the model's forward computes the loss in its own way, as encoder-decoders do.
         args, kwargs: as for the Trainer; every process gets the same ``per_device_train_batch_size`` rows.
     """
 
@@ -124,7 +125,12 @@ class PipelineTrainer(Trainer):
         self._scale[0] = 1.0
         result = self._run(self.pipe.eval_step, inputs, gather_outputs=not prediction_loss_only)
         loss = None if result.loss is None else result.loss.to(self.args.device)
-        logits = convert_to_fp32(getattr(result.outputs, "logits", result.outputs))
+        logits = convert_to_fp32(result.outputs)
+        if isinstance(logits, dict):
+            ignored = getattr(self._whole.config, "keys_to_ignore_at_inference", ["cache"])
+            ignored = {*(ignored if ignore_keys is None else ignore_keys), "loss"}
+            logits = tuple(value for name, value in logits.items() if name not in ignored and value is not None)
+            logits = logits[0] if len(logits) == 1 else logits
         return (loss, None, None) if prediction_loss_only else (loss, logits, inputs.get("labels"))
 
     def floating_point_ops(self, inputs: Any) -> Any:
