@@ -47,6 +47,9 @@ class PipelineTrainer(Trainer):
         layers: Any = fastpipe.split(self._whole, **{k: v.to(self.args.device) for k, v in (example or {}).items()})
         scale = self._scale = [1.0]  # not self: the threads of ranks hold the loss function, and would hold the Trainer
         loss_fn, self._num_tokens = layers.loss_fn, layers.num_tokens
+        if getattr(loss_fn, "target_is_input", False) and getattr(self.args, "activation_checkpointing", False):
+            how = "leave it out, and pass pipeline={'recompute': 'layers'}"  # the recorded forward would not follow it
+            raise ValueError(f"activation_checkpointing = True: {how} for a {type(self._whole).__name__}")
         scaled = functools.wraps(loss_fn)(lambda output, labels: loss_fn(output, labels) * scale[0])
         self.pipe = fastpipe.Pipeline(layers, loss_fn=scaled, loss_reduction=layers.num_tokens, **pipeline)
         if self.args.world_size not in (1, self.pipe.num_ranks):

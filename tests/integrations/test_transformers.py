@@ -339,6 +339,13 @@ def test_models_that_compute_their_own_loss(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(outputs, others, rtol=1e-3, atol=1e-4)
 
 
+def test_activation_checkpointing_of_a_recorded_forward_is_refused(tmp_path: Path) -> None:
+    made, data = with_its_own_loss("bart")
+    example = {key: torch.stack([row[key] for row in data[2:4]]) for key in data[0]}
+    with pytest.raises(ValueError, match="activation_checkpointing = True: leave it out, and pass .*recompute.*layers"):
+        trainer(tmp_path, model=made, example=example, activation_checkpointing=True)
+
+
 def test_an_adapter_of_peft_is_trained_and_saved(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
