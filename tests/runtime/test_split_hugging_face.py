@@ -429,6 +429,24 @@ def test_a_loss_of_a_recorded_forward_that_is_no_mean_is_refused(rows: int, why:
             getattr(layers, name)
 
 
+def test_a_loss_of_a_recorded_forward_that_does_not_ignore_labels_is_refused() -> None:
+    """As of pixels, where 255 is ignored."""
+
+    class Pixels(transformers.LlavaForConditionalGeneration):  # type: ignore[misc]
+        def forward(self, labels: Any = None, **inputs: Any) -> Any:
+            output = super().forward(**inputs)
+            output["loss"] = nn.functional.cross_entropy(
+                output.logits.flatten(0, 1), labels.flatten(), ignore_index=255
+            )
+            return output
+
+    model, batch = seeing("llava")
+    batch["labels"] = batch["input_ids"]
+    layers = fastpipe.split(Pixels(model.config), **{name: value[:2] for name, value in batch.items()})
+    with pytest.raises(AttributeError, match=r"not found, with some labels of -100 \(.*-100.*\); write loss_fn"):
+        _ = layers.loss_fn
+
+
 @pytest.mark.parametrize("why", ["another loss", "fails on the example"])
 def test_a_loss_that_is_not_the_one_of_the_models_forward_is_refused(why: str) -> None:
     """As BART's forward, which does not shift the labels."""

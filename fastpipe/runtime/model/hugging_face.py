@@ -297,7 +297,7 @@ def find_num_tokens(run: Callable[..., Any], example: Mapping[str, Any]) -> Call
             found.append(count)
     if len(found) != 1:
         what = "both a mean over labels and one over rows" if found else "no mean over labels or rows"
-        raise ValueError(f"the loss of the model's forward is {what} on the example, of {num_rows} rows")
+        raise ValueError(f"it is {what} on the example, of {num_rows} rows")
     return found[0]
 
 
