@@ -7,6 +7,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.data_loader import IterableDatasetShard
 from accelerate.data_loader import prepare_data_loader as prepare
 
 
@@ -20,10 +21,22 @@ def prepare_data_loader(loader: Any, accelerator: accelerate.Accelerator, seed: 
         accelerator: the script's.
         seed: of a random order for which the loader has no generator, the same in every process; by default that of
             `torch.manual_seed`. An epoch's order depends on it and on ``set_epoch`` of the result.
+
+    Raises:
+        ValueError: for a loader that gives every process other rows.
     """
     sampler: Any = loader if getattr(loader, "batch_sampler", None) is None else loader.batch_sampler
-    while hasattr(sampler, "sampler"):
-        sampler = sampler.sampler
+    dataset = getattr(loader, "dataset", None)
+    parts = [sampler, *([dataset] if isinstance(dataset, IterableDatasetShard) else [])]
+    while (inner := getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))) is not None:
+        parts.append(sampler := inner)
+    for part in parts:
+        count = max(getattr(part, "num_replicas", 1), getattr(part, "num_processes", 1))
+        if count > 1:
+            raise ValueError(
+                f"loader: its {type(part).__name__} gives each of {count} processes other rows, and all ranks need the "
+                "same: leave it out, and use shuffle=True of the DataLoader for a random order"
+            )
     if getattr(sampler, "generator", loader) is None:  # torch's own, from which stages draw, too
         first = torch.initial_seed() if seed is None else seed
         sampler.generator = generator = torch.Generator().manual_seed(first)

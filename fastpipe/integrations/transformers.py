@@ -33,16 +33,23 @@ class PipelineTrainer(Trainer):
     Args:
         pipeline: the arguments of `fastpipe.Pipeline`, without layers and loss: ``{"schedule": "zbv"}``,
             with ``"num_ranks"`` in one process, whose threads are the ranks.
-        example: a microbatch without labels, for models that `fastpipe.split` splits by an example.
+        example: a microbatch, for models that `fastpipe.split` splits by an example; with labels, in two or more rows,
+            if the model's forward computes the loss in its own way, as encoder-decoders do.
         args, kwargs: as for the Trainer; every process gets the same ``per_device_train_batch_size`` rows.
     """
 
     def __init__(self, *args: Any, pipeline: dict[str, Any], example: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._check()
-        layers: Any = fastpipe.split(self.model, **{k: v.to(self.args.device) for k, v in (example or {}).items()})
+        inner = getattr(self.model, "base_model", self.model)
+        is_in_layers = type(inner).forward.__qualname__ == "BaseTuner.forward"  # of peft; split refuses its others
+        self._whole = inner.model if is_in_layers else self.model
+        layers: Any = fastpipe.split(self._whole, **{k: v.to(self.args.device) for k, v in (example or {}).items()})
         scale = self._scale = [1.0]  # not self: the threads of ranks hold the loss function, and would hold the Trainer
         loss_fn, self._num_tokens = layers.loss_fn, layers.num_tokens
+        if getattr(loss_fn, "target_is_input", False) and getattr(self.args, "activation_checkpointing", False):
+            how = "leave it out, and pass pipeline={'recompute': 'layers'}"  # the recorded forward would not follow it
+            raise ValueError(f"activation_checkpointing = True: {how} for a {type(self._whole).__name__}")
         scaled = functools.wraps(loss_fn)(lambda output, labels: loss_fn(output, labels) * scale[0])
         self.pipe = fastpipe.Pipeline(layers, loss_fn=scaled, loss_reduction=layers.num_tokens, **pipeline)
         if self.args.world_size not in (1, self.pipe.num_ranks):
@@ -121,7 +128,12 @@ class PipelineTrainer(Trainer):
         self._scale[0] = 1.0
         result = self._run(self.pipe.eval_step, inputs, gather_outputs=not prediction_loss_only)
         loss = None if result.loss is None else result.loss.to(self.args.device)
-        logits = convert_to_fp32(getattr(result.outputs, "logits", result.outputs))
+        logits = convert_to_fp32(result.outputs)
+        if isinstance(logits, dict):
+            ignored = getattr(self._whole.config, "keys_to_ignore_at_inference", ["cache"])
+            ignored = {*(ignored if ignore_keys is None else ignore_keys), "loss"}
+            logits = tuple(value for name, value in logits.items() if name not in ignored and value is not None)
+            logits = logits[0] if len(logits) == 1 else logits
         return (loss, None, None) if prediction_loss_only else (loss, logits, inputs.get("labels"))
 
     def floating_point_ops(self, inputs: Any) -> Any:
@@ -141,7 +153,7 @@ class PipelineTrainer(Trainer):
         extra = {"scheduler": self.lr_scheduler.state_dict()} if resumes else None
         fastpipe.save_checkpoint(folder / FOLDER, self.pipe, self.optimizer.optimizer if resumes else None, extra=extra)
         if self.args.should_save and self.args.world_size > 1:  # this process has an older state of others' stages
-            load({"model": self.model.state_dict()}, checkpoint_id=folder / FOLDER, no_dist=True)
+            load({"model": self._whole.state_dict()}, checkpoint_id=folder / FOLDER, no_dist=True)
         super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -152,5 +164,9 @@ class PipelineTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            extra = fastpipe.load_checkpoint(Path(checkpoint) / FOLDER, self.pipe, self.optimizer.optimizer)
+            if not (folder := Path(checkpoint) / FOLDER).is_dir():
+                how = "resume it there, or train the model of its from_pretrained with a new optimizer"
+                text = f"it has no folder {FOLDER!r}, so it is of a Trainer without a pipeline; {how}"
+                raise ValueError(f"resume_from_checkpoint = {str(checkpoint)!r}: {text}")
+            extra = fastpipe.load_checkpoint(folder, self.pipe, self.optimizer.optimizer)
             self.lr_scheduler.load_state_dict(extra["scheduler"])

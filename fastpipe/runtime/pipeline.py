@@ -370,11 +370,12 @@ class Pipeline:
         return result
 
     def _with_target(self, request: Request) -> Request:
-        """Move a keyword argument that is the target of a model with its own loss to ``target``."""
+        """Move a keyword argument that is the target of a model with its own loss to ``target``, or copy an input."""
         name = getattr(self.loss_fn, "target_name", "")
         if request.target is not None or name not in request.kwargs:
             return request
-        kwargs = {other: value for other, value in request.kwargs.items() if other != name}
+        is_input = getattr(self.loss_fn, "target_is_input", False)
+        kwargs = {other: value for other, value in request.kwargs.items() if is_input or other != name}
         return replace(request, target=request.kwargs[name], kwargs=kwargs)
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler
 
 import fastpipe
 from tests.runtime.examples import run
@@ -54,6 +54,28 @@ def test_the_order_of_batches_does_not_depend_on_what_stages_draw(kind: str) -> 
         loader.set_epoch(epoch)
         orders.append([row for batch in loader for row in batch.tolist()])
     assert orders[0] == orders[2] != orders[1]
+
+
+@needs_accelerate
+@pytest.mark.parametrize("kind", ["DistributedSampler", "BatchSamplerShard", "IterableDatasetShard"])
+def test_a_loader_that_gives_processes_other_rows_is_refused(kind: str) -> None:
+    from accelerate import Accelerator
+    from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+
+    from fastpipe.integrations.accelerate import prepare_data_loader
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(8))
+
+    data, batches = list(range(8)), BatchSampler(range(8), 4, drop_last=False)
+    loader: DataLoader[Any] = {
+        "DistributedSampler": lambda: DataLoader(data, 4, sampler=DistributedSampler(data, 2, 0)),  # type: ignore[arg-type]
+        "BatchSamplerShard": lambda: DataLoader(data, batch_sampler=BatchSamplerShard(batches, 2, 0)),  # type: ignore[arg-type]
+        "IterableDatasetShard": lambda: DataLoader(IterableDatasetShard(Stream(), 4, num_processes=2), 4),
+    }[kind]()
+    with pytest.raises(ValueError, match=f"loader: its {kind} gives each of 2 processes other rows"):
+        prepare_data_loader(loader, Accelerator(cpu=True))
 
 
 @needs_accelerate

@@ -284,6 +284,109 @@ def test_models_that_are_split_by_an_example(name: str, tmp_path: Path) -> None:
     assert mine.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
 
 
+def with_its_own_loss(name: str) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    """A model that makes its loss of labels in its forward, and rows with different numbers of labels."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    if name == "llava":
+        images = {"model_type": "clip_vision_model", "num_hidden_layers": 2, "image_size": 8, "patch_size": 4} | sizes
+        text = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 16} | sizes
+        config = transformers.LlavaConfig(vision_config=images, text_config=text, image_token_id=15)
+        made = transformers.LlavaForConditionalGeneration(config)
+    elif name == "bart":
+        halves = {"layers": 2, "attention_heads": 2, "ffn_dim": 8}
+        parts = {f"{half}_{key}": value for half in ("encoder", "decoder") for key, value in halves.items()}
+        config = transformers.BartConfig(vocab_size=16, d_model=8, dropout=0.0, forced_eos_token_id=None, **parts)
+        made = transformers.BartForConditionalGeneration(config)
+    else:
+        parts = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+        config = transformers.T5Config(vocab_size=16, decoder_start_token_id=0, **parts)
+        made = transformers.T5ForConditionalGeneration(config)
+    data = []
+    for number, row in enumerate(rows(16, 0)):
+        ids = row["input_ids"].clamp(3, 14)
+        labels = torch.where(torch.arange(6) < 6 - number % 4, ids, -100)
+        if name == "llava":
+            ids, labels = (torch.cat([torch.full((4,), value), part]) for value, part in ((15, ids), (-100, labels)))
+        data.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+        if name == "llava":
+            data[-1]["pixel_values"] = torch.linspace(-1, number, 3 * 64).view(3, 8, 8)
+        else:
+            data[-1]["attention_mask"][6 - number % 3 :] = 0
+    return made, data
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "llava"])
+def test_models_that_compute_their_own_loss(name: str, tmp_path: Path) -> None:
+    data = with_its_own_loss(name)[1]
+    example = {key: torch.stack([row[key] for row in data[2:4]]) for key in data[0]}
+    given = {"train_dataset": data, "eval_dataset": data[:8], "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
+    given |= {"logging_steps": 1, "disable_tqdm": True, "save_strategy": "no", "max_grad_norm": 0.1}
+    mine, plain = (
+        trainer(tmp_path / str(kind), kind, model=with_its_own_loss(name)[0], example=example, **given)
+        for kind in (None, transformers.Trainer)
+    )
+    shown, expected = (
+        [{key: line[key] for key in KEPT if key in line} for line in made.state.log_history]
+        for made in (mine, plain)
+        if made.train()
+    )
+    assert len(shown) == len(expected) == 7
+    for line, wanted in zip(shown, expected, strict=True):
+        assert line == pytest.approx(wanted, rel=1e-4)
+    ignored = ["image_outputs", "cache"] if name == "llava" else None  # the Trainer cannot gather what is in these
+    outputs, others = (made.predict(data[:8], ignore_keys=ignored).predictions for made in (mine, plain))
+    torch.testing.assert_close(outputs, others, rtol=1e-3, atol=1e-4)
+
+
+def test_activation_checkpointing_of_a_recorded_forward_is_refused(tmp_path: Path) -> None:
+    made, data = with_its_own_loss("bart")
+    example = {key: torch.stack([row[key] for row in data[2:4]]) for key in data[0]}
+    with pytest.raises(ValueError, match="activation_checkpointing = True: leave it out, and pass .*recompute.*layers"):
+        trainer(tmp_path, model=made, example=example, activation_checkpointing=True)
+
+
+def test_an_adapter_of_peft_is_trained_and_saved(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
+    given = {"train_dataset": rows(8, 0), "eval_dataset": rows(4, 1), "max_steps": 4, "eval_strategy": "steps"}
+    given |= {"eval_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "logging_steps": 1}
+    given |= {"disable_tqdm": True, "save_steps": 2, "learning_rate": 0.1}
+    made = []
+    for kind in (None, transformers.Trainer):
+        torch.manual_seed(0)
+        made.append(trainer(tmp_path / str(kind), kind, model=peft.get_peft_model(model(), config), **given))
+        made[-1].train()
+    mine, plain = made
+    shown, expected = (
+        [{key: line[key] for key in KEPT if key in line} for line in each.state.log_history] for each in made
+    )
+    for line, wanted in zip(shown, expected, strict=True):
+        assert line == pytest.approx(wanted, rel=1e-4)
+    loaded = peft.PeftModel.from_pretrained(model(), tmp_path / "None/checkpoint-4").state_dict()
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(loaded[name], value, rtol=1e-3, atol=1e-5)
+    assert any("lora_B" in name and value.any() for name, value in loaded.items())
+    torch.manual_seed(1)
+    resumed = trainer(tmp_path / "resumed", model=peft.get_peft_model(model(), config), **given)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "None/checkpoint-2"))
+    assert resumed.state.log_history[-2]["eval_loss"] == pytest.approx(shown[-2]["eval_loss"], rel=1e-5)
+
+
+def test_an_adapter_that_is_no_part_of_layers_is_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="whose adapter is no part of the model's layers"):
+        trainer(tmp_path, model=peft.get_peft_model(model(), config))
+
+
+def test_a_checkpoint_of_a_trainer_without_a_pipeline_is_named(tmp_path: Path) -> None:
+    given = {"train_dataset": rows(8, 0), "max_steps": 1, "save_steps": 1, "disable_tqdm": True}
+    trainer(tmp_path, transformers.Trainer, **given).train()
+    with pytest.raises(ValueError, match="resume_from_checkpoint = .*checkpoint-1': it has no folder 'pipeline'"):
+        trainer(tmp_path, **given | {"max_steps": 2}).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 def test_the_optimizer_has_the_parameters_of_this_process(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     groups = made.create_optimizer().param_groups

@@ -393,6 +393,60 @@ def test_images_and_text(kind: str, executor: str) -> None:
             pipe.step(**{name: value.repeat_interleave(2, 0) for name, value in batch.items()})
 
 
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_the_loss_of_a_recorded_forward_is_the_unsplit_models(kind: str) -> None:
+    """Microbatches with few labels, and one with none, count as their labels do."""
+    model, batch = seeing(kind)
+    layers = fastpipe.split(model, **{name: value[: len(value) // 3] for name, value in batch.items()})
+    batch["labels"][:2], batch["labels"][2, 7:] = -100, -100
+    cut: dict[str, Any] = {"pixel_values": lambda value, count: value.chunk(count)}
+    options: dict[str, Any] = {"num_ranks": 2, "loss_reduction": layers.num_tokens, "split": cut}
+    pipe = fastpipe.Pipeline(layers, "1f1b", 3, layers.loss_fn, **options)
+    found = pipe.step(**batch).loss
+    grads = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    expected = model(**batch).loss
+    expected.backward()
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=0)
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        if grad is not None and parameter.grad is not None:  # the last block of llava's images is not used
+            torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(pipe.eval_step(**batch).loss, expected.detach())
+
+
+@pytest.mark.parametrize(("rows", "why"), [(2, "no mean over labels or rows"), (1, "both a mean over labels and one")])
+def test_a_loss_of_a_recorded_forward_that_is_no_mean_is_refused(rows: int, why: str) -> None:
+    class Summed(transformers.LlavaForConditionalGeneration):  # type: ignore[misc]
+        def forward(self, **inputs: Any) -> Any:
+            output = super().forward(**inputs)
+            output.loss = output.loss * inputs["labels"].shape[0]
+            return output
+
+    model, batch = seeing("llava")
+    layers = fastpipe.split(Summed(model.config), **{name: value[:rows] for name, value in batch.items()})
+    for name in ("loss_fn", "num_tokens"):
+        with pytest.raises(AttributeError, match=f"{why}.* on the example, of {rows} rows.*write loss_fn"):
+            getattr(layers, name)
+
+
+def test_a_loss_of_a_recorded_forward_that_does_not_ignore_labels_is_refused() -> None:
+    """As of pixels, where 255 is ignored."""
+
+    class Pixels(transformers.LlavaForConditionalGeneration):  # type: ignore[misc]
+        def forward(self, labels: Any = None, **inputs: Any) -> Any:
+            output = super().forward(**inputs)
+            output["loss"] = nn.functional.cross_entropy(
+                output.logits.flatten(0, 1), labels.flatten(), ignore_index=255
+            )
+            return output
+
+    model, batch = seeing("llava")
+    batch["labels"] = batch["input_ids"]
+    layers = fastpipe.split(Pixels(model.config), **{name: value[:2] for name, value in batch.items()})
+    with pytest.raises(AttributeError, match=r"not found, with some labels of -100 \(.*-100.*\); write loss_fn"):
+        _ = layers.loss_fn
+
+
 @pytest.mark.parametrize("why", ["another loss", "fails on the example"])
 def test_a_loss_that_is_not_the_one_of_the_models_forward_is_refused(why: str) -> None:
     """As BART's forward, which does not shift the labels."""

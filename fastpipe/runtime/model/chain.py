@@ -371,11 +371,16 @@ class Layers(Sequence[nn.Module]):
 
     Attributes:
         tied: names of weights that the model says are one, also if they are several Parameters.
+        no_loss: why there is no ``loss_fn``.
         whole: the module that has the layers, if there is one; it is not called.
     """
 
     tied: Sequence[Sequence[str]] = ()
     whole: nn.Module | None = None
+    no_loss = (
+        "split finds a loss only of models of transformers that return logits of one list of blocks, or with labels in "
+        "the example"
+    )
 
     def __init__(
         self,
@@ -395,10 +400,7 @@ class Layers(Sequence[nn.Module]):
 
     def __getattr__(self, name: str) -> Any:
         """Say why there is none, of the loss of Hugging Face's models."""
-        loss = (
-            ": split finds a loss only of models of transformers that return logits of one list of blocks; write "
-            "loss_fn(output, target), and loss_reduction, yourself"
-        )
+        loss = f": {self.no_loss}; write loss_fn(output, target), and loss_reduction, yourself"
         why = loss if name in ("loss_fn", "num_tokens") else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{why}")
 

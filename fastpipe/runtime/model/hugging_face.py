@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -250,6 +251,54 @@ class _Labels:
         if self.task is _ROW and labels.is_floating_point():
             return len(labels)
         return int(((labels[..., 1:] if self.task is _NEXT else labels) != IGNORED).sum())
+
+
+def own_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The loss that a model's forward has made of the labels."""
+    loss: torch.Tensor = output["loss"]
+    return loss
+
+
+own_loss.target_name = "labels"  # type: ignore[attr-defined]
+own_loss.target_is_input = True  # type: ignore[attr-defined]
+
+
+def find_num_tokens(run: Callable[..., Any], example: Mapping[str, Any]) -> Callable[[torch.Tensor], int]:
+    """What the loss of a model's forward is a mean over: labels but -100, with or without the first of a row, or rows.
+
+    Args:
+        run: runs the forward.
+        example: a microbatch of several rows, with labels.
+
+    Raises:
+        ValueError: if its loss is none of these means, or if they are equal.
+    """
+    labels: torch.Tensor = example["labels"]
+    counts: list[Callable[[torch.Tensor], int]] = [len]
+    if not labels.is_floating_point():
+        counts = [lambda labels: int((labels != IGNORED).sum())]
+        if labels.dim() > 1:
+            counts += [lambda labels: int((labels[..., 1:] != IGNORED).sum()), len]
+            labels = labels.clone()
+            labels[:, 0], labels[:1, 2:] = labels.max(), IGNORED  # else the means may be equal
+    batch, num_rows = {**example, "labels": labels}, len(labels)
+
+    def of_row(value: Any, row: int) -> Any:
+        parts = value.chunk(num_rows) if isinstance(value, torch.Tensor) else (value,)
+        return parts[row % len(parts)]
+
+    rows = [{name: of_row(value, row) for name, value in batch.items()} for row in range(num_rows)]
+    own, *losses = (own_loss(run(**inputs), labels) for inputs in (batch, *rows))
+    rounding, found = 1e-4 + 4 * torch.finfo(own.dtype).eps, []
+    for count in counts:
+        weights = [count(row["labels"]) for row in rows]
+        total = sum(w * float(x) for w, x in zip(weights, losses, strict=True) if w)
+        if math.isclose(total, float(own) * sum(weights), rel_tol=rounding):
+            found.append(count)
+    if len(found) != 1:
+        what = "both a mean over labels and one over rows" if found else "no mean over labels or rows"
+        raise ValueError(f"it is {what} on the example, of {num_rows} rows")
+    return found[0]
 
 
 class HuggingFaceStage(WholeNames):

@@ -14,7 +14,7 @@ import operator
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -34,7 +34,15 @@ from fastpipe.runtime.model.chain import (
     selected,
 )
 from fastpipe.runtime.model.cuts import restored
-from fastpipe.runtime.model.hugging_face import INSTEAD, HuggingFaceLayers, is_hugging_face, making_masks, no_cache
+from fastpipe.runtime.model.hugging_face import (
+    INSTEAD,
+    HuggingFaceLayers,
+    find_num_tokens,
+    is_hugging_face,
+    making_masks,
+    no_cache,
+    own_loss,
+)
 from fastpipe.runtime.model.row_graph import holder_of, row_of_modules, rows_of_modules
 from fastpipe.runtime.model.rows import (
     OtherInputsError,
@@ -68,7 +76,7 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
               by name, ``attention_mask``, ``position_ids`` and what the example has, on every rank. Most causal
               language models, such as Llama, GPT-2, Qwen3 and DeepSeek-V3, need no example. Others are split by
               running an example, on which the layers are compared with the model; if they do not have one list of
-              blocks, as the next kind, without ``loss_fn``.
+              blocks, as the next kind, with the loss of the forward if the example has ``labels``.
             * Another module, with an example: the part of its forward before the first block, every block, and every
               later module. Blocks are the members of an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential``; of
               a model without these, its modules. From the first block on, modules, and functions of torch between
@@ -141,13 +149,29 @@ def _of_hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any
             raise
         try:
             with making_masks(kwargs):
-                return _row(model, example, {**no_cache(model), **kwargs}, no_cache(model))
+                layers = _row(model, example, {**no_cache(model), **kwargs}, no_cache(model))
         except Exception as other:  # also the model's, of an example that it does not take
             why = str(error).partition(f"; {INSTEAD}")[0].partition(f", or {INSTEAD}")[0]
             raise ValueError(
                 f"model: the forward of {type(model).__name__} was recorded, and that failed: {first_line(other)}. It "
                 f"was recorded since {why}"
             ) from other
+    _find_loss(model, layers, {**inspect.signature(model.forward).bind_partial(*example).arguments, **kwargs})
+    return layers
+
+
+def _find_loss(model: Any, layers: Any, example: Mapping[str, Any]) -> None:
+    """Give the layers the loss that the forward makes of the example's labels."""
+    if example.get("labels") is None:
+        return
+    try:
+        with _in_mode(False, [model]):
+            run = partial(model, **no_cache(model))
+            layers.num_tokens = _run_restored(model, lambda: find_num_tokens(run, example))
+            layers.loss_fn = own_loss
+    except Exception as error:  # it is raised where the loss is asked for
+        what = "what the loss of the model's forward is a mean over was not found, with some labels of -100"
+        layers.no_loss = f"{what} ({first_line(error)})"
 
 
 def _row(
@@ -444,15 +468,22 @@ def _equal_in_mode(
     mode: bool, model: nn.Module, layers: Layers, whole: Callable[[], Any], sequence: Callable[[], Any]
 ) -> bool | None:
     """`_is_equal` in training or evaluation: a function between blocks, or an argument of one, may act only there."""
-    both = model, *layers
-    modes = [(module, module.training) for part in both for module in part.modules()]
-    try:
-        for part in both:
-            part.train(mode)
+    with _in_mode(mode, [model, *layers]):
         return _is_equal(model, whole, sequence)
+
+
+@contextmanager
+def _in_mode(mode: bool, parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Set the training mode of all modules; restore those of each afterwards."""
+    parts = list(parts)
+    modes = [(module, module.training) for part in parts for module in part.modules()]
+    try:
+        for part in parts:
+            part.train(mode)
+        yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module, before in modes:
+            module.training = before
 
 
 def _run_layers(model: nn.Module, layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
