@@ -1505,6 +1505,33 @@ def test_what_a_forward_does_before_its_first_block() -> None:
     assert parity.ok, parity
 
 
+def test_attributes_of_what_a_block_returned() -> None:
+    """Of x-transformers' attention, the forward notes the kind in what it returned."""
+
+    class Marked(Block):
+        def forward(self, x: torch.Tensor) -> Returned:  # type: ignore[override]
+            return Returned(super().forward(x), x)
+
+    class Marking(Decoder):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            x = self.embed(ids, 0)
+            for block in self.inner["blocks"]:
+                returned = block(x)
+                returned.kind, returned.gates = "attention", None
+                x = returned.y
+            return ending(self, x)
+
+    model, unsplit = Marking(), Marking()
+    for part in (model, unsplit):
+        part.inner["blocks"] = nn.ModuleList(Marked() for _ in range(4))
+    unsplit.load_state_dict(model.state_dict())
+    ids, target = batch()
+    layers = fastpipe.split(model, ids[:2])
+    assert len(layers) == 7
+    pipe = fastpipe.Pipeline(layers, "1f1b", 4, loss_fn, num_ranks=2)
+    assert fastpipe.check_parity(pipe, unsplit, (ids, target)).ok
+
+
 def test_what_fails_while_it_is_recorded_is_refused() -> None:
     class Packs(nn.Module):
         def __init__(self) -> None:

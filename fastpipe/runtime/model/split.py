@@ -289,7 +289,8 @@ def _is_constant(name: str, value: Any) -> bool:
 def _observed(model: nn.Module, row: Iterable[str], run: Callable[[], list[Any]]) -> Runs:
     """What is compared of runs: their outputs, those of modules, which they may hide, and the drawn random numbers."""
     seen: list[Any] = []
-    hook = lambda _, __, output: seen.append(output)  # noqa: E731
+    # as it is now: the forward may set attributes of what a module returned
+    hook = lambda _, __, output: seen.append([*_leaves_of(output)])  # noqa: E731
     handles = [model.get_submodule(path).register_forward_hook(hook) for path in row]
     try:
         output = run()
