@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common.tensors import is_dtensor, local_part, unrepeated
-from fastpipe.runtime.common.torch_private import buffers_of, children_of, version_of, without_wait
+from fastpipe.runtime.common.torch_private import buffers_of, children_of, parameters_of, version_of, without_wait
 
 
 def walked(module: nn.Module) -> list[nn.Module]:
@@ -60,8 +60,6 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
 _OF_TORCH = vars(nn.Module()).keys()
 """Attributes that every module has: its mode and hooks."""
 
-_KEPT_OTHERWISE = {"_parameters", "_buffers", "_modules"}
-
 _NOT_FOLLOWED = {"torch", "fastpipe", *sys.stdlib_module_names}
 """Packages whose objects are no state of a model."""
 
@@ -91,7 +89,9 @@ class KeptAttributes:
                 pending += [(name, part) for part in (content.values() if isinstance(content, dict) else content)]
                 continue
             path = f"{name}." if name else ""
-            pending += [(path + key, part) for key, part in content.items() if key not in _KEPT_OTHERWISE]
+            others = [parameters_of(value), buffers_of(value), children_of(value)]
+            own = [(path + key, part) for key, part in content.items()]
+            pending += [(key, part) for key, part in own if not any(part is other for other in others)]
             if with_children:
                 pending += [(path + key, child) for key, child in children_of(value).items() if child is not None]
 
