@@ -1505,6 +1505,28 @@ def test_what_a_forward_does_before_its_first_block() -> None:
     assert parity.ok, parity
 
 
+def test_a_named_member_of_a_block_that_is_asked_for_its_dtype() -> None:
+    """As open_clip's encoders do before their first block."""
+
+    class Named(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.Sequential(OrderedDict(c_fc=nn.Linear(WIDTH, WIDTH), gelu=nn.GELU()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.mlp(super().forward(x))
+
+    class Casting(Decoder):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            mlp = self.inner["blocks"][0].mlp
+            return ending(self, through(self, self.embed(ids, 0).to(mlp.c_fc.weight.dtype) / len(mlp)))
+
+    model, ids = Casting(), batch()[0]
+    model.inner["blocks"] = nn.ModuleList(Named() for _ in range(4))
+    pipe = fastpipe.Pipeline(fastpipe.split(model, ids[:2]), "1f1b", 3, num_ranks=2)
+    assert same_bits(pipe.eval_step(ids).outputs, torch.cat([model(part) for part in ids.chunk(3)]))
+
+
 def test_attributes_of_what_a_block_returned() -> None:
     """Of x-transformers' attention, the forward notes the kind in what it returned."""
 
