@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fastpipe.runtime.common.tensors import is_dtensor, local_part, unrepeated
-from fastpipe.runtime.common.torch_private import buffers_of, children_of, parameters_of, version_of, without_wait
+from fastpipe.runtime.common.torch_private import buffers_of, children_of, version_of, without_wait
 
 
 def walked(module: nn.Module) -> list[nn.Module]:
@@ -58,7 +58,7 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
 
 _OF_TORCH = vars(nn.Module()).keys()
-"""Attributes that every module has: its mode and hooks."""
+"""Attributes that every module has: its mode, hooks, parameters, buffers and submodules."""
 
 _NOT_FOLLOWED = {"torch", "fastpipe", *sys.stdlib_module_names}
 """Packages whose objects are no state of a model."""
@@ -67,7 +67,7 @@ _NOT_FOLLOWED = {"torch", "fastpipe", *sys.stdlib_module_names}
 class KeptAttributes:
     """The attributes of modules and their submodules as they are now, which a forward may change.
 
-    So are hooks, lists, dicts, sets and objects in them, and the values of tensors but for parameters and buffers.
+    So are lists, dicts, sets and objects in them, and the values of tensors but for parameters and buffers.
 
     Args:
         modules: also those that their attributes hold.
@@ -89,9 +89,7 @@ class KeptAttributes:
                 pending += [(name, part) for part in (content.values() if isinstance(content, dict) else content)]
                 continue
             path = f"{name}." if name else ""
-            others = [parameters_of(value), buffers_of(value), children_of(value)]
-            own = [(path + key, part) for key, part in content.items()]
-            pending += [(key, part) for key, part in own if not any(part is other for other in others)]
+            pending += [(path + key, part) for key, part in content.items() if key not in _OF_TORCH]
             if with_children:
                 pending += [(path + key, child) for key, child in children_of(value).items() if child is not None]
 
