@@ -1301,7 +1301,7 @@ def test_sizes_that_are_read_before_the_blocks() -> None:
     x = torch.randn(8, 3, 9, 9)
     model = Segmentation()
     layers = fastpipe.split(model, x[:2])
-    assert type(model.largest) is int
+    assert "largest" not in vars(model)
     assert not any(value is x for value in layers[0](x))
     pipe = fastpipe.Pipeline(layers, "1f1b", 4, lambda y, _: y.square().mean(), num_ranks=2)
     for size in (9, 12):
@@ -1503,6 +1503,55 @@ def test_what_a_forward_does_before_its_first_block() -> None:
     pipe = fastpipe.Pipeline(layers, "zbv", 4, lambda out, _: (out.y * out.gates[:, :1]).sum(), num_ranks=2)
     parity = fastpipe.check_parity(pipe, model, (x, torch.zeros(8)))
     assert parity.ok, parity
+
+
+def test_a_named_member_of_a_block_that_is_asked_for_its_dtype() -> None:
+    """As open_clip's encoders do before their first block."""
+
+    class Named(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.Sequential(OrderedDict(c_fc=nn.Linear(WIDTH, WIDTH), gelu=nn.GELU()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.mlp(super().forward(x))
+
+    class Casting(Decoder):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            mlp = self.inner["blocks"][0].mlp
+            return ending(self, through(self, self.embed(ids, 0).to(mlp.c_fc.weight.dtype) / len(mlp)))
+
+    model, ids = Casting(), batch()[0]
+    model.inner["blocks"] = nn.ModuleList(Named() for _ in range(4))
+    pipe = fastpipe.Pipeline(fastpipe.split(model, ids[:2]), "1f1b", 3, num_ranks=2)
+    assert same_bits(pipe.eval_step(ids).outputs, torch.cat([model(part) for part in ids.chunk(3)]))
+
+
+def test_attributes_of_what_a_block_returned() -> None:
+    """Of x-transformers' attention, the forward notes the kind in what it returned."""
+
+    class Marked(Block):
+        def forward(self, x: torch.Tensor) -> Returned:  # type: ignore[override]
+            return Returned(super().forward(x), x)
+
+    class Marking(Decoder):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            x = self.embed(ids, 0)
+            for block in self.inner["blocks"]:
+                returned = block(x)
+                returned.kind, returned.gates = "attention", None
+                x = returned.y
+            return ending(self, x)
+
+    model, unsplit = Marking(), Marking()
+    for part in (model, unsplit):
+        part.inner["blocks"] = nn.ModuleList(Marked() for _ in range(4))
+    unsplit.load_state_dict(model.state_dict())
+    ids, target = batch()
+    layers = fastpipe.split(model, ids[:2])
+    assert len(layers) == 7
+    pipe = fastpipe.Pipeline(layers, "1f1b", 4, loss_fn, num_ranks=2)
+    assert fastpipe.check_parity(pipe, unsplit, (ids, target)).ok
 
 
 def test_what_fails_while_it_is_recorded_is_refused() -> None:

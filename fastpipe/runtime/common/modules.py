@@ -6,8 +6,11 @@ autograd converts each contribution before it adds it.
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,14 +57,104 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return put_back
 
 
+_OF_TORCH = vars(nn.Module()).keys()
+"""Attributes that every module has: its mode, hooks, parameters, buffers and submodules."""
+
+_NOT_FOLLOWED = {"torch", "fastpipe", *sys.stdlib_module_names}
+"""Packages whose objects are no state of a model."""
+
+
+class KeptAttributes:
+    """The attributes of modules and their submodules as they are now, which a forward may change.
+
+    So are lists, dicts, sets and objects in them, and the values of tensors but for parameters and buffers.
+
+    Args:
+        modules: also those that their attributes hold.
+        with_children: whether to keep the attributes of submodules, too.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, with_children: bool = True) -> None:
+        self._places: dict[int, tuple[str, Any, Any]] = {}
+        self._tensors: dict[int, tuple[str, torch.Tensor, int, torch.Tensor]] = {}
+        pending: list[tuple[str, Any]] = [("", module) for module in modules]
+        for name, value in pending:
+            if type(value) is torch.Tensor:
+                self._tensors.setdefault(id(value), (name, value, version_of(value), value.detach().clone()))
+            if id(value) in self._places or not _is_place(value):
+                continue
+            content = _content_of(value)
+            self._places[id(value)] = name, value, content
+            if not isinstance(value, nn.Module):
+                pending += [(name, part) for part in (content.values() if isinstance(content, dict) else content)]
+                continue
+            path = f"{name}." if name else ""
+            pending += [(path + key, part) for key, part in content.items() if key not in _OF_TORCH]
+            if with_children:
+                pending += [(path + key, child) for key, child in children_of(value).items() if child is not None]
+
+    def changed(self) -> list[str]:
+        """The names of attributes that differ now, or have parts that do, but for modes and hooks."""
+        found = [name for name, tensor, version, _ in self._tensors.values() if version_of(tensor) != version]
+        for name, value, content in self._places.values():
+            now = _content_of(value)
+            if not isinstance(value, nn.Module):
+                found += [] if _are_same(now, content) else [name]
+                continue
+            differ = [key for key in {**content, **now} if now.get(key, now) is not content.get(key, now)]
+            found += [f"{name}.{key}" if name else key for key in differ]
+        return [name for name in dict.fromkeys(found) if name.rpartition(".")[2] not in _OF_TORCH]
+
+    def put_back(self) -> None:
+        """Restore them; may be called repeatedly."""
+        for _, value, content in self._places.values():
+            if not _are_same(_content_of(value), content):
+                target: Any = vars(value) if isinstance(content, dict) and not isinstance(value, dict) else value
+                target.clear()
+                (target.extend if isinstance(target, list | deque) else target.update)(content)
+        with torch.no_grad():
+            for _, tensor, version, kept in self._tensors.values():
+                if version_of(tensor) != version:
+                    tensor.copy_(kept)
+
+
+def _is_place(value: Any) -> bool:
+    """Whether a value has parts that may be replaced. Those of a lazy module may once, when it is initialized."""
+    if isinstance(value, nn.modules.lazy.LazyModuleMixin):
+        return False
+    if isinstance(value, nn.Module | list | dict | set | deque | tuple | SimpleNamespace):
+        return True
+    is_object = hasattr(type(value), "__dict__") and hasattr(value, "__dict__") and not isinstance(value, type)
+    return is_object and type(value).__module__.partition(".")[0] not in _NOT_FOLLOWED
+
+
+def _content_of(value: Any) -> Any:
+    """The parts of a value: a new dict of attributes or keys, or a new list or set."""
+    if isinstance(value, list | tuple | deque):
+        return list(value)
+    return set(value) if isinstance(value, set) else dict(value if isinstance(value, dict) else vars(value))
+
+
+def _are_same(now: Any, content: Any) -> bool:
+    """Whether these parts are the same objects, in the same order."""
+    if isinstance(content, dict):
+        return [*map(id, now.values())] == [*map(id, content.values())] and [*now] == [*content]
+    return now == content if isinstance(content, set) else [*map(id, now)] == [*map(id, content)]
+
+
 def keep_state(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """`keep_buffers` of modules, and of the weights that a forward changes: of embeddings with a ``max_norm``."""
+    """`KeptAttributes`, `keep_buffers`, and the weights that a forward changes: of embeddings with a ``max_norm``.
+
+    Returns:
+        A function that restores them; may be called repeatedly.
+    """
     modules = list(modules)
-    restore_buffers = keep_buffers(modules)
+    restore_buffers, attributes = keep_buffers(modules), KeptAttributes(modules)
     found = [m for root in modules for m in root.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     kept = [(m.weight, m.weight.detach().clone()) for m in found if m.max_norm is not None]
 
     def put_back() -> None:
+        attributes.put_back()
         restore_buffers()
         with torch.no_grad():
             for weight, value in kept:

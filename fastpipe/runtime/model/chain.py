@@ -517,9 +517,15 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     )
 
 
+class _Members(list[Any]):
+    """The likeness of a list of modules, which may have names, too."""
+
+
 def _likeness(module: nn.Module) -> Any:
     if isinstance(module, nn.ModuleList | nn.Sequential):
-        return [None if child is None else _likeness(child) for child in module]
+        members = _Members(None if child is None else _likeness(child) for child in module)
+        vars(members).update(attributes_of(module))
+        return members
     return SimpleNamespace(**attributes_of(module))
 
 

@@ -23,6 +23,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
 from fastpipe.runtime.common import (
+    KeptAttributes,
     children_of,
     cuda_devices,
     pytree,
@@ -40,6 +41,7 @@ from fastpipe.runtime.model.rows import (
     Source,
     check_same,
     holders_of,
+    join,
     module_of,
     state_of,
     variables_in,
@@ -301,11 +303,11 @@ class Tail(fx.Tracer):
         self.hold(node, value, is_given)
         return value
 
-    def row(self, output: Any, early: Collection[str], defaults: Mapping[str, Any]) -> Row:
+    def row(self, output: Any, early: Collection[str], defaults: Mapping[str, Any], read: Mapping[str, Any]) -> Row:
         """End with the model's output.
 
         Args:
-            early, defaults: as in `Row`.
+            early, defaults, read: as in `Row`.
 
         Raises:
             ValueError: if it cannot be an output, or a layer would change a value that another one has.
@@ -320,7 +322,7 @@ class Tail(fx.Tracer):
         self._check_unwritten()
         inputs = [node for node in self.graph.nodes if node.op == "placeholder" and node.users]
         first, *layers = _cut(self.graph, inputs)
-        return Row(first, layers, early, [*map(self._key, inputs)], self.given, self.buffers, defaults)
+        return Row(first, layers, early, [*map(self._key, inputs)], self.given, self.buffers, defaults, read)
 
     def _check_unwritten(self) -> None:
         """Refuse changes in place, also by modules, of parameters and buffers, of which stages have copies."""
@@ -447,16 +449,15 @@ def row_of_modules(
         raise ValueError(f"model: its blocks are {blocks[0]} to {blocks[-1]}, and its forward calls none; {INSTEAD}")
     early = recording.early()
     _check_once(model, [*early, *names])
-    changed = recording.changed()
-    if changed:
+    if recording.changed:
         raise ValueError(
-            f"model: its forward changes {changed[0]} after its first block, which no stage would; let a module of its "
-            f"own do that, {INSTEAD}"
+            f"model: its forward changes {recording.changed[0]} after its first block, which no stage would; let a "
+            f"module of its own do that, {INSTEAD}"
         )
     if not all(call.has_grad for call in recording.calls):
         _check_gradients(_Recording(model, blocks, others, keeps_graph=True), model, args, kwargs)
     try:
-        return recording.tail.row(output, early, defaults)
+        return recording.tail.row(output, early, defaults, recording.read)
     except UntraceableError as error:
         raise _refusal("its first block", error) from error
 
@@ -605,6 +606,8 @@ class _Recording(TorchFunctionMode):
 
     Attributes:
         calls: the outermost calls of modules from the first block on.
+        changed: attributes and buffers of modules that no stage calls, which the forward changed after the first block.
+        read: as in `Row`.
     """
 
     def __init__(
@@ -617,6 +620,8 @@ class _Recording(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self.changed: list[str] = []
+        self.read: dict[str, Any] = {}
         self.tail = Tail(model)
         self._before: set[str] = set()
         self._model, self._blocks, self._keeps_graph = model, blocks, keeps_graph
@@ -626,10 +631,13 @@ class _Recording(TorchFunctionMode):
         self._made: dict[int, tuple[Source, weakref.ref[torch.Tensor]]] = {}
         self._results = Results(_Recording.run.__code__)
         self._state: dict[str, tuple[Any, int]] = {}
+        self._attributes: dict[str, KeptAttributes] = {}
+        self._watched: list[tuple[nn.Module, type]] = []
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the model's output."""
         handles = []
+        self._attributes = self._kept()
         for path in {name for name, _ in self._model.named_modules()} - self._entered:
             module, hook = self._model.get_submodule(path), partial(self._enter, path)
             # the user's hooks get what the module gets
@@ -640,8 +648,11 @@ class _Recording(TorchFunctionMode):
                 return self._model(*args, **kwargs)
         finally:
             self.tail.is_recording = False
+            self.changed = self._find_changed()
             for handle in handles:
                 handle.remove()
+            for module, kind in self._watched:
+                module.__class__ = kind
             for path in self._entered:  # a forward may keep the largest size that it has seen
                 kept = vars(self._model.get_submodule(path))
                 kept.update({name: value.plain() for name, value in kept.items() if isinstance(value, Number)})
@@ -654,11 +665,30 @@ class _Recording(TorchFunctionMode):
         """Modules that the forward calls before its first block, and again later."""
         return self._before & {*self.names()}
 
-    def changed(self) -> list[str]:
-        """Attributes and buffers of modules that no stage calls, which the forward changed after the first block."""
+    def _find_changed(self) -> list[str]:
         now = state_of(self._model, self._entered) if self.calls else {}
         known = self._state
-        return [n for n, (v, count) in now.items() if n not in known or v is not known[n][0] or count != known[n][1]]
+        found = [n for n, (v, count) in now.items() if n not in known or v is not known[n][0] or count != known[n][1]]
+        return found + [join(path, name) for path, kept in self._attributes.items() for name in kept.changed()]
+
+    def _kept(self) -> dict[str, KeptAttributes]:
+        """The attributes of modules that no stage calls."""
+        modules = {path: self._model.get_submodule(path) for path in self._entered}
+        return {path: KeptAttributes([module], with_children=False) for path, module in modules.items()}
+
+    def _watch(self) -> None:
+        """From the first block on, note which of the attributes that changed before it are read."""
+        for path, kept in self._attributes.items():
+            names = {name.partition(".")[0] for name in kept.changed()}
+            if names:
+                module = self._model.get_submodule(path)
+                self._watched.append((module, type(module)))
+                module.__class__ = _watching(type(module), names, partial(self._note_read, path))
+        self._attributes = self._kept()
+
+    def _note_read(self, path: str, name: str, value: Any) -> None:
+        if not self._open and not isinstance(value, torch.Tensor) and not self.tail.knows(value):
+            self.read[join(path, name)] = without_tensors(pytree.tree_map_only(Number, Number.plain, value))
 
     def _enter(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         call = Call(path, args, has_grad=torch.is_grad_enabled())
@@ -666,6 +696,7 @@ class _Recording(TorchFunctionMode):
         if len(self._open) == 1 and (self.calls or path in self._blocks):
             if not self.calls:
                 self._state = state_of(self._model, self._entered)
+                self._watch()
                 self.tail.begin(args, kwargs, {**_variables(), **self._results_before()})
             is_early = self._is_early(path, args, kwargs)
             call.node = self.tail.call(path, args, kwargs, is_early=is_early)
@@ -718,6 +749,18 @@ class _Recording(TorchFunctionMode):
             for result, tensor in self._results.of(value):
                 self._note(result, tensor)
         return value
+
+
+def _watching(kind: Any, names: Collection[str], note: Callable[[str, Any], None]) -> type:
+    """A class like ``kind`` that notes which of these attributes are read."""
+
+    def read(self: Any, name: str) -> Any:
+        value = kind.__getattribute__(self, name)
+        if name in names:
+            note(name, value)
+        return value
+
+    return type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__})
 
 
 _INTEGERS = torch.Tensor.__len__, torch.Tensor.__int__, torch.Tensor.__index__

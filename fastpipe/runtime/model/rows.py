@@ -139,6 +139,8 @@ class Row(NamedTuple):
         given: the first block's arguments `without_tensors`; `int` for an integer that inputs have.
         buffers: the names of those among their leaves, by number.
         defaults: keyword arguments of the model that a step need not have.
+        read: attributes, by name and `without_tensors`, that the forward changes before the first block and reads after
+            it: a step must have the same ones.
     """
 
     first: RowLayer
@@ -148,6 +150,10 @@ class Row(NamedTuple):
     given: Any
     buffers: Mapping[int, str]
     defaults: Mapping[str, Any]
+    read: Mapping[str, Any]
+
+
+_OF_TORCH = vars(nn.Module()).keys()
 
 
 def state_of(model: nn.Module, paths: Iterable[str]) -> dict[str, tuple[Any, int]]:
@@ -156,9 +162,9 @@ def state_of(model: nn.Module, paths: Iterable[str]) -> dict[str, tuple[Any, int
     for path in paths:
         module = model.get_submodule(path)
         for name, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
-            if name[0] != "_":
+            if name not in _OF_TORCH:
                 sized = len(value) if isinstance(value, list | dict | set) else 0
-                found[_join(path, name)] = value, version_of(value) if isinstance(value, torch.Tensor) else sized
+                found[join(path, name)] = value, version_of(value) if isinstance(value, torch.Tensor) else sized
     return found
 
 
@@ -174,6 +180,7 @@ class RowStage(WholeNames):
         row: its layers.
         fixed: the arguments of the model that must be as on the example, without tensors.
         constants: the attributes, by name, that modules on the way to the row had at the split.
+        changed: the names of those that the forward changes.
         layers: 0 for the model's forward up to the row, whose layers count from 1.
     """
 
@@ -183,6 +190,7 @@ class RowStage(WholeNames):
         row: Row,
         fixed: Mapping[str, Any],
         constants: Mapping[str, Any],
+        changed: Iterable[str],
         layers: Sequence[int],
     ) -> None:
         super().__init__()
@@ -205,7 +213,7 @@ class RowStage(WholeNames):
         if begins:
             self.stand_for(model, copied)
             self._signature = inspect.signature(model.forward)
-        self._fixed, self._constants = fixed, constants
+        self._fixed, self._constants, self._changed = fixed, constants, changed
         taken = {buffer for layer in ([row.first] * begins + own) for buffer in layer.buffers}
         self._share_buffers(model, taken - {TRAINING})
         self._share_buffers(model, row.buffers.values() if begins else ())
@@ -259,6 +267,9 @@ class RowStage(WholeNames):
         self.follow_modes()
         arguments = arguments_of(self._signature, args, kwargs)
         self._check_unchanged(arguments)
+        original = self._original.find()
+        if original is not None:
+            self._follow(original, model)
         buffers = {i: self.get_buffer(name) for i, name in row.buffers.items()}
         versions = list(map(version_of, buffers.values()))
         keeping = _Keeping(self._results) if self._results else None
@@ -272,6 +283,10 @@ class RowStage(WholeNames):
                 found |= variables_in(_frames_of(reached))
         else:
             raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
+        finally:
+            if original is not None:
+                self._follow(model, original)
+        _check_read(model, row)
         leaves = pytree.tree_leaves(call)
         same = _is_like(call, row.given) and all(leaves[i] is buffer for i, buffer in buffers.items())
         inputs = [self._input(key, leaves, found) for key in row.inputs] if same else []
@@ -296,6 +311,14 @@ class RowStage(WholeNames):
         # a copy of a parameter: fully_shard frees its memory after the forward
         return self.get_parameter(key).clone() if isinstance(key, str) else found.get(key)
 
+    def _follow(self, model: nn.Module, other: nn.Module) -> None:
+        """Give one model the attributes of the other that the forward changes: the user may run or set either."""
+        for name in self._changed:
+            path, _, attribute = name.rpartition(".")
+            found, own = vars(model.get_submodule(path)), vars(other.get_submodule(path))
+            own.pop(attribute, None)
+            own.update({attribute: found[attribute]} if attribute in found else {})
+
     def _check_unchanged(self, arguments: Mapping[str, Any]) -> None:
         """Refuse values that other stages do not follow: of arguments, and of attributes changed since the split."""
         for name, known in self._fixed.items():
@@ -318,6 +341,18 @@ class RowStage(WholeNames):
                     "first value: make it a buffer, an argument of the forward, or an attribute of a block, or split "
                     "the model and build the Pipeline again; keep it elsewhere if the forward does not read it"
                 )
+
+
+def _check_read(model: nn.Module, row: Row) -> None:
+    for name, known in row.read.items():
+        path, _, attribute = name.rpartition(".")
+        now = without_tensors(getattr(model.get_submodule(path), attribute, None))
+        if now != known:
+            raise OtherInputsError(
+                f"split: the model's forward changes {name} before its first block and reads it after that, where "
+                f"stages keep its value on the example: it was {known!r}, and is {now!r} now; make what reads it a "
+                "part of a block, or give it to a block as a tensor"
+            )
 
 
 class OtherInputsError(ValueError):
@@ -370,7 +405,7 @@ def _kept(
     if begins:
         torch_private.share_tensors(holder, module)
     for name, child in children_of(module).items():
-        kept = None if child is None else _kept(child, _join(path, name), row, holders, own, begins)
+        kept = None if child is None else _kept(child, join(path, name), row, holders, own, begins)
         if kept is not None:
             holder.add_module(name, kept)
     return holder
@@ -395,7 +430,7 @@ def _before_row(
     twin: nn.Module = shallow(module)
     copied.append((twin, module))
     for name, child in children_of(module).items():
-        own = None if child is None else _before_row(child, _join(path, name), row, holders, copied)
+        own = None if child is None else _before_row(child, join(path, name), row, holders, copied)
         children_of(twin)[name] = own
     return twin
 
@@ -406,7 +441,8 @@ def holders_of(row: Iterable[str]) -> set[str]:
     return {".".join(names[:n]) for names in parts for n in range(len(names))}
 
 
-def _join(path: str, name: str) -> str:
+def join(path: str, name: str) -> str:
+    """The name of a part of a module."""
     return f"{path}.{name}" if path else name
 
 

@@ -13,7 +13,7 @@ import logging
 import operator
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -23,7 +23,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from fastpipe.runtime.common import children_of, cuda_devices, first_line, on_meta, pytree, tensor_leaves
+from fastpipe.runtime.common import (
+    KeptAttributes,
+    children_of,
+    cuda_devices,
+    first_line,
+    on_meta,
+    pytree,
+    tensor_leaves,
+)
 from fastpipe.runtime.model.chain import (
     Layers,
     accepted_names,
@@ -56,8 +64,12 @@ from fastpipe.runtime.model.rows import (
 
 _MANY_BYTES = 1_000_000
 _MANY_CALLS = 3
+_MAX_RUNS = 3
+_MAX_NAMES = 4
 logger = logging.getLogger("fastpipe")
 Result = TypeVar("Result")
+Runs = list[list[Any]]
+"""The outputs of consecutive runs, and what else is compared of them."""
 
 
 def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) -> Layers:
@@ -245,20 +257,21 @@ def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dic
     for path in holders:
         check_whole_unhooked(model.get_submodule(path))
 
-    def made(fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> Layers:
-        make = partial(RowStage, model, row, fixed, constants)
+    def made(fixed: Mapping[str, Any], constants: Mapping[str, Any], changed: Iterable[str]) -> Layers:
+        make = partial(RowStage, model, row, fixed, constants, changed)
         return Layers((make([layer]) for layer in range(len(row.layers) + 1)), make=make)
 
-    layers, before = made({}, {}), state_of(model, holders)
+    layers = made({}, {}, ())
     _check_complete(model, layers)
+    changed: set[str] = set()
 
-    def whole(args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Any:
-        return _observed(model, paths, lambda: model(*args, **named))
+    def whole(args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Runs:
+        return _observed(model, paths, lambda: _repeated(model, lambda: model(*args, **named), changed))
 
-    def sequence(args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Any:
-        return _observed(model, paths, lambda: _run_layers(model, layers, args, named))
+    def sequence(count: int, args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Runs:
+        return _observed(model, paths, lambda: _run_layers(model, layers, count, args, named))
 
-    _compare(model, layers, whole, sequence)
+    _compare(model, layers, whole, sequence, changed)
     device = next((tensor.device.type for tensor in model.parameters()), "cpu")
     with torch.autocast(device, torch.bfloat16, enabled=not torch.is_autocast_enabled(device)):
         if _is_equal(model, whole, sequence) is False:
@@ -267,7 +280,8 @@ def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dic
                 f"({type(model).__name__}); do within modules what depends on autocast or turns it on or off, {INSTEAD}"
             )
     for what, args, named in _other_tensors(example, kwargs):
-        if _is_equal(model, partial(whole, args, named), partial(sequence, args, named)) is False:
+        runs = [partial(run, args=args, named=named) for run in (whole, sequence)]
+        if _is_equal(model, runs[0], runs[1]) is False:
             raise ValueError(
                 f"model: with {what} in the example, its layers in sequence do not return the model's output "
                 f"({type(model).__name__}): after its first block it uses a size or value that it read before; read it "
@@ -281,25 +295,26 @@ def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dic
             inspect.BoundArguments(signature, OrderedDict(given | {name: other}))
             for other in _other_values(value, signature.parameters[name].default)
         ]
-        runs = [(partial(run, other.args, other.kwargs) for run in (whole, sequence)) for other in others]
-        found = {_is_equal(model, *pair) for pair in runs} - {None}
+        pairs = [[partial(run, args=other.args, named=other.kwargs) for run in (whole, sequence)] for other in others]
+        found = {_is_equal(model, own, parts) for own, parts in pairs} - {None}
         if found != {True}:
             fixed[name] = without_tensors(value)
-    after = state_of(model, holders)
-    return made(fixed, {name: value for name, (value, _) in before.items() if _is_constant(name, value, after)})
+    attributes = {name: value for name, (value, _) in state_of(model, holders).items() if name not in changed}
+    constants = {name: value for name, value in attributes.items() if _is_constant(name, value)}
+    return made(fixed, constants, {name for name in changed if name.rpartition(".")[0] in holders})
 
 
-def _is_constant(name: str, value: Any, state: Mapping[str, tuple[Any, int]]) -> bool:
-    """Whether an attribute is a number, text or None that the forward does not change."""
-    is_plain = value is None or type(value) in (bool, int, float, str)
-    is_mode = name.rpartition(".")[2] == "training"
-    return is_plain and not is_mode and name in state and _same_leaf(state[name][0], value)
+def _is_constant(name: str, value: Any) -> bool:
+    """Whether an attribute is a public one, no mode, and a number, text or None."""
+    attribute = name.rpartition(".")[2]
+    return (value is None or type(value) in (bool, int, float, str)) and attribute != "training" and attribute[0] != "_"
 
 
-def _observed(model: nn.Module, row: Iterable[str], run: Callable[[], Any]) -> list[Any]:
-    """What is compared of a run: its output, those of modules, which it may hide, and the drawn random numbers."""
+def _observed(model: nn.Module, row: Iterable[str], run: Callable[[], list[Any]]) -> Runs:
+    """What is compared of runs: their outputs, those of modules, which they may hide, and the drawn random numbers."""
     seen: list[Any] = []
-    hook = lambda _, __, output: seen.append(output)  # noqa: E731
+    # as it is now: the forward may set attributes of what a module returned
+    hook = lambda _, __, output: seen.append([*_leaves_of(output)])  # noqa: E731
     handles = [model.get_submodule(path).register_forward_hook(hook) for path in row]
     try:
         output = run()
@@ -311,14 +326,31 @@ def _observed(model: nn.Module, row: Iterable[str], run: Callable[[], Any]) -> l
     return [output, seen, [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda_devices([model])), others]]
 
 
-def _is_equal(model: nn.Module, whole: Callable[[], Any], sequence: Callable[[], Any]) -> bool | None:
+def _repeated(model: nn.Module, run: Callable[[], Any], changed: set[str]) -> list[Any]:
+    """The results of a run, and of the next ones while they change attributes.
+
+    Args:
+        changed: gets the names of the attributes.
+    """
+    found: list[Any] = []
+    while len(found) < _MAX_RUNS:
+        kept = KeptAttributes([model])
+        found.append(run())
+        names = kept.changed()
+        changed.update(names)
+        if not names:
+            break
+    return found
+
+
+def _is_equal(model: nn.Module, whole: Callable[[], Runs], sequence: Callable[[int], Runs]) -> bool | None:
     """Whether the layers compute what the model does; None if the model cannot run so, or a step refuses to."""
     try:
         expected = _run_restored(model, whole)
     except Exception:  # it takes no such input
         return None
     try:
-        return _same(_run_restored(model, sequence), expected)
+        return _same(_run_restored(model, lambda: sequence(len(expected[0]))), expected)
     except ValueError as error:
         return None if isinstance(error.__cause__, OtherInputsError) else False
 
@@ -394,11 +426,17 @@ def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     layers = HuggingFaceLayers(model, given, lambda: _run_restored(model, whole))
     _check_complete(model, layers)
-    _compare(model, layers, whole, partial(_run_layers, model, layers, (), given))
+
+    def runs(named: dict[str, Any] = given) -> Runs:
+        return [_repeated(model, lambda: whole(named), changed)]
+
+    def sequence(count: int, named: dict[str, Any] = given) -> Runs:
+        return [_run_layers(model, layers, count, (), named)]
+
+    changed: set[str] = set()
+    _compare(model, layers, runs, sequence, changed)
     padded = _padded(model, given)
-    if padded is not None and False is _is_equal(
-        model, partial(whole, padded), partial(_run_layers, model, layers, (), padded)
-    ):
+    if padded is not None and _is_equal(model, partial(runs, padded), partial(sequence, named=padded)) is False:
         raise ValueError(
             f"model: {type(model).__name__} finds padding by the token ids, which only its first stage has; give "
             "attention_mask in the example, as split(model, input_ids, attention_mask=mask), and in every step"
@@ -420,14 +458,23 @@ def _padded(model: Any, example: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**example, "input_ids": ids}
 
 
-def _compare(model: nn.Module, layers: Layers, whole: Callable[[], Any], sequence: Callable[[], Any]) -> None:
+def _compare(
+    model: nn.Module,
+    layers: Layers,
+    whole: Callable[[], Any],
+    sequence: Callable[[int], Runs],
+    changed: set[str],
+) -> None:
     name, expected = type(model).__name__, _run_restored(model, whole)
     if any(tensor.isnan().any() for tensor in tensor_leaves(expected)):
         raise ValueError(
             f"model: its output on the example has NaN ({name}), so its layers cannot be compared with it; give "
             "another example, such as one without padding"
         )
-    same = _same(_run_restored(model, sequence), expected)
+    try:
+        same = _same(_run_restored(model, lambda: sequence(len(expected[0]))), expected)
+    except ValueError as error:
+        raise ValueError(f"{error}{_text_of_changes(changed)}") from error
     same_in_other_mode = _equal_in_mode(not model.training, model, layers, whole, sequence)
     if same and same_in_other_mode is None and not model.training:
         raise ValueError(
@@ -436,7 +483,8 @@ def _compare(model: nn.Module, layers: Layers, whole: Callable[[], Any], sequenc
         )
     if same and same_in_other_mode is not False:
         return
-    differ = f"its layers in sequence do not return the model's output, or draw other random numbers ({name})"
+    differ = f"its layers in sequence do not return the model's output, or draw other random numbers ({name}"
+    differ += f"{_text_of_changes(changed)})"
     if not same and not same_in_other_mode:
         raise ValueError(f"model: {differ}; {INSTEAD}")
     raise ValueError(
@@ -445,6 +493,11 @@ def _compare(model: nn.Module, layers: Layers, whole: Callable[[], Any], sequenc
         "config's layerdrop), let blocks find the mode themselves, or "
         f"{INSTEAD}"
     )
+
+
+def _text_of_changes(changed: Collection[str]) -> str:
+    names = ", ".join(sorted(changed)[:_MAX_NAMES])
+    return f"; its forward changes {names}, of which each stage has only its own changes" if changed else ""
 
 
 def _uncompiled() -> AbstractContextManager[None]:
@@ -465,7 +518,11 @@ def _run_restored(model: nn.Module, run: Callable[[], Result]) -> Result:
 
 
 def _equal_in_mode(
-    mode: bool, model: nn.Module, layers: Layers, whole: Callable[[], Any], sequence: Callable[[], Any]
+    mode: bool,
+    model: nn.Module,
+    layers: Layers,
+    whole: Callable[[], Any],
+    sequence: Callable[[int], Runs],
 ) -> bool | None:
     """`_is_equal` in training or evaluation: a function between blocks, or an argument of one, may act only there."""
     with _in_mode(mode, [model, *layers]):
@@ -486,16 +543,33 @@ def _in_mode(mode: bool, parts: Iterable[nn.Module]) -> Iterator[None]:
             module.training = before
 
 
-def _run_layers(model: nn.Module, layers: Layers, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_layers(
+    model: nn.Module, layers: Layers, count: int, example: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+    """The results of some runs, in which each layer has only its own changes of attributes, as in another process."""
+    states: dict[int, KeptAttributes] = {}
     try:
-        value = layers[0](*example, **kwargs)
-        for layer in layers[1:]:
-            value = layer(*as_inputs((value,)), **selected(kwargs, accepted_names(layer)))
+        return [_run_apart(layers, states, example, kwargs) for _ in range(count)]
     except Exception as error:  # raised again with an explanation
         raise ValueError(
             f"model: its layers in sequence fail where the model does not ({error}); its forward may use blocks, or "
             f"what comes after them, before the first block: {INSTEAD}"
         ) from error
+
+
+def _run_apart(
+    layers: Layers, states: dict[int, KeptAttributes], example: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    value: Any = None
+    for i, layer in enumerate(layers):
+        kept = KeptAttributes([layer])
+        states.get(i, kept).put_back()
+        inputs, named = (as_inputs((value,)), selected(kwargs, accepted_names(layer))) if i else (example, kwargs)
+        try:
+            value = layer(*inputs, **named)
+            states[i] = KeptAttributes([layer])
+        finally:
+            kept.put_back()
     return value
 
 
