@@ -60,6 +60,9 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
 _OF_TORCH = vars(nn.Module()).keys()
 """Attributes that every module has: its mode, hooks, parameters, buffers and submodules."""
 
+_HOOKS = [name for name in _OF_TORCH if "hooks" in name]
+"""Those that are dicts of hooks."""
+
 _NOT_FOLLOWED = {"torch", "fastpipe", *sys.stdlib_module_names}
 """Packages whose objects are no state of a model."""
 
@@ -67,7 +70,7 @@ _NOT_FOLLOWED = {"torch", "fastpipe", *sys.stdlib_module_names}
 class KeptAttributes:
     """The attributes of modules and their submodules as they are now, which a forward may change.
 
-    So are lists, dicts, sets and objects in them, and the values of tensors but for parameters and buffers.
+    So are hooks, lists, dicts, sets and objects in them, and the values of tensors but for parameters and buffers.
 
     Args:
         modules: also those that their attributes hold.
@@ -77,6 +80,7 @@ class KeptAttributes:
     def __init__(self, modules: Iterable[nn.Module], *, with_children: bool = True) -> None:
         self._places: dict[int, tuple[str, Any, Any]] = {}
         self._tensors: dict[int, tuple[str, torch.Tensor, int, torch.Tensor]] = {}
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         pending: list[tuple[str, Any]] = [("", module) for module in modules]
         for name, value in pending:
             if type(value) is torch.Tensor:
@@ -90,6 +94,7 @@ class KeptAttributes:
                 continue
             path = f"{name}." if name else ""
             pending += [(path + key, part) for key, part in content.items() if key not in _OF_TORCH]
+            self._hooks += [(content[key], dict(content[key])) for key in _HOOKS if key in content]
             if with_children:
                 pending += [(path + key, child) for key, child in children_of(value).items() if child is not None]
 
@@ -112,6 +117,10 @@ class KeptAttributes:
                 target: Any = vars(value) if isinstance(content, dict) and not isinstance(value, dict) else value
                 target.clear()
                 (target.extend if isinstance(target, list | deque) else target.update)(content)
+        for hooks, before in self._hooks:
+            if hooks != before:
+                hooks.clear()
+                hooks.update(before)
         with torch.no_grad():
             for _, tensor, version, kept in self._tensors.values():
                 if version_of(tensor) != version:

@@ -180,7 +180,6 @@ class RowStage(WholeNames):
         row: its layers.
         fixed: the arguments of the model that must be as on the example, without tensors.
         constants: the attributes, by name, that modules on the way to the row had at the split.
-        changed: the names of those that the forward changes.
         layers: 0 for the model's forward up to the row, whose layers count from 1.
     """
 
@@ -190,7 +189,6 @@ class RowStage(WholeNames):
         row: Row,
         fixed: Mapping[str, Any],
         constants: Mapping[str, Any],
-        changed: Iterable[str],
         layers: Sequence[int],
     ) -> None:
         super().__init__()
@@ -213,7 +211,7 @@ class RowStage(WholeNames):
         if begins:
             self.stand_for(model, copied)
             self._signature = inspect.signature(model.forward)
-        self._fixed, self._constants, self._changed = fixed, constants, changed
+        self._fixed, self._constants = fixed, constants
         taken = {buffer for layer in ([row.first] * begins + own) for buffer in layer.buffers}
         self._share_buffers(model, taken - {TRAINING})
         self._share_buffers(model, row.buffers.values() if begins else ())
@@ -267,9 +265,6 @@ class RowStage(WholeNames):
         self.follow_modes()
         arguments = arguments_of(self._signature, args, kwargs)
         self._check_unchanged(arguments)
-        original = self._original.find()
-        if original is not None:
-            self._follow(original, model)
         buffers = {i: self.get_buffer(name) for i, name in row.buffers.items()}
         versions = list(map(version_of, buffers.values()))
         keeping = _Keeping(self._results) if self._results else None
@@ -283,9 +278,6 @@ class RowStage(WholeNames):
                 found |= variables_in(_frames_of(reached))
         else:
             raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
-        finally:
-            if original is not None:
-                self._follow(model, original)
         _check_read(model, row)
         leaves = pytree.tree_leaves(call)
         same = _is_like(call, row.given) and all(leaves[i] is buffer for i, buffer in buffers.items())
@@ -310,14 +302,6 @@ class RowStage(WholeNames):
             return leaves[key]
         # a copy of a parameter: fully_shard frees its memory after the forward
         return self.get_parameter(key).clone() if isinstance(key, str) else found.get(key)
-
-    def _follow(self, model: nn.Module, other: nn.Module) -> None:
-        """Give one model the attributes of the other that the forward changes: the user may run or set either."""
-        for name in self._changed:
-            path, _, attribute = name.rpartition(".")
-            found, own = vars(model.get_submodule(path)), vars(other.get_submodule(path))
-            own.pop(attribute, None)
-            own.update({attribute: found[attribute]} if attribute in found else {})
 
     def _check_unchanged(self, arguments: Mapping[str, Any]) -> None:
         """Refuse values that other stages do not follow: of arguments, and of attributes changed since the split."""

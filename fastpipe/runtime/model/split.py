@@ -257,11 +257,11 @@ def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dic
     for path in holders:
         check_whole_unhooked(model.get_submodule(path))
 
-    def made(fixed: Mapping[str, Any], constants: Mapping[str, Any], changed: Iterable[str]) -> Layers:
-        make = partial(RowStage, model, row, fixed, constants, changed)
+    def made(fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> Layers:
+        make = partial(RowStage, model, row, fixed, constants)
         return Layers((make([layer]) for layer in range(len(row.layers) + 1)), make=make)
 
-    layers = made({}, {}, ())
+    layers = made({}, {})
     _check_complete(model, layers)
     changed: set[str] = set()
 
@@ -300,8 +300,7 @@ def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dic
         if found != {True}:
             fixed[name] = without_tensors(value)
     attributes = {name: value for name, (value, _) in state_of(model, holders).items() if name not in changed}
-    constants = {name: value for name, value in attributes.items() if _is_constant(name, value)}
-    return made(fixed, constants, {name for name in changed if name.rpartition(".")[0] in holders})
+    return made(fixed, {name: value for name, value in attributes.items() if _is_constant(name, value)})
 
 
 def _is_constant(name: str, value: Any) -> bool:
