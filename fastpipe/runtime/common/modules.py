@@ -57,10 +57,10 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return put_back
 
 
-_OF_TORCH = vars(nn.Module()).keys()
+OF_TORCH = vars(nn.Module()).keys()
 """Attributes that every module has: its mode, hooks, parameters, buffers and submodules."""
 
-_HOOKS = [name for name in _OF_TORCH if "hooks" in name]
+_HOOKS = [name for name in OF_TORCH if "hooks" in name]
 """Those that are dicts of hooks."""
 
 _NOT_FOLLOWED = {"torch", "fastpipe", *sys.stdlib_module_names}
@@ -93,7 +93,7 @@ class KeptAttributes:
                 pending += [(name, part) for part in (content.values() if isinstance(content, dict) else content)]
                 continue
             path = f"{name}." if name else ""
-            pending += [(path + key, part) for key, part in content.items() if key not in _OF_TORCH]
+            pending += [(path + key, part) for key, part in content.items() if key not in OF_TORCH]
             self._hooks += [(content[key], dict(content[key])) for key in _HOOKS if key in content]
             if with_children:
                 pending += [(path + key, child) for key, child in children_of(value).items() if child is not None]
@@ -108,7 +108,7 @@ class KeptAttributes:
                 continue
             differ = [key for key in {**content, **now} if now.get(key, now) is not content.get(key, now)]
             found += [f"{name}.{key}" if name else key for key in differ]
-        return [name for name in dict.fromkeys(found) if name.rpartition(".")[2] not in _OF_TORCH]
+        return [name for name in dict.fromkeys(found) if name.rpartition(".")[2] not in OF_TORCH]
 
     def put_back(self) -> None:
         """Restore them; may be called repeatedly."""

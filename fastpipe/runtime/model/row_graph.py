@@ -43,7 +43,6 @@ from fastpipe.runtime.model.rows import (
     holders_of,
     join,
     module_of,
-    state_of,
     variables_in,
     without_tensors,
 )
@@ -630,7 +629,7 @@ class _Recording(TorchFunctionMode):
         # before the first block, by id; most are gone when it begins
         self._made: dict[int, tuple[Source, weakref.ref[torch.Tensor]]] = {}
         self._results = Results(_Recording.run.__code__)
-        self._state: dict[str, tuple[Any, int]] = {}
+        self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
         self._attributes: dict[str, KeptAttributes] = {}
         self._watched: list[tuple[nn.Module, type]] = []
 
@@ -666,15 +665,20 @@ class _Recording(TorchFunctionMode):
         return self._before & {*self.names()}
 
     def _find_changed(self) -> list[str]:
-        now = state_of(self._model, self._entered) if self.calls else {}
-        known = self._state
-        found = [n for n, (v, count) in now.items() if n not in known or v is not known[n][0] or count != known[n][1]]
+        now, known = self._own_buffers(), self._buffers
+        found = [n for n, (b, count) in now.items() if n not in known or b is not known[n][0] or count != known[n][1]]
         return found + [join(path, name) for path, kept in self._attributes.items() for name in kept.changed()]
 
     def _kept(self) -> dict[str, KeptAttributes]:
         """The attributes of modules that no stage calls."""
         modules = {path: self._model.get_submodule(path) for path in self._entered}
         return {path: KeptAttributes([module], with_children=False) for path, module in modules.items()}
+
+    def _own_buffers(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """The buffers of these modules, with their versions."""
+        modules = {path: self._model.get_submodule(path) for path in self._entered}
+        named = [(path, name, b) for path, module in modules.items() for name, b in module.named_buffers(recurse=False)]
+        return {join(path, name): (buffer, version_of(buffer)) for path, name, buffer in named}
 
     def _watch(self) -> None:
         """From the first block on, note which of the attributes that changed before it are read."""
@@ -684,7 +688,7 @@ class _Recording(TorchFunctionMode):
                 module = self._model.get_submodule(path)
                 self._watched.append((module, type(module)))
                 module.__class__ = _watching(type(module), names, partial(self._note_read, path))
-        self._attributes = self._kept()
+        self._attributes, self._buffers = self._kept(), self._own_buffers()
 
     def _note_read(self, path: str, name: str, value: Any) -> None:
         if not self._open and not isinstance(value, torch.Tensor) and not self.tail.knows(value):
@@ -695,7 +699,6 @@ class _Recording(TorchFunctionMode):
         self._open.append(call)
         if len(self._open) == 1 and (self.calls or path in self._blocks):
             if not self.calls:
-                self._state = state_of(self._model, self._entered)
                 self._watch()
                 self.tail.begin(args, kwargs, {**_variables(), **self._results_before()})
             is_early = self._is_early(path, args, kwargs)

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from fastpipe.runtime.common import children_of, pytree, tensor_leaves, torch_private, version_of
+from fastpipe.runtime.common import OF_TORCH, children_of, pytree, tensor_leaves, torch_private, version_of
 from fastpipe.runtime.model.chain import FULL, LAYERS, WholeNames, accepted_names, attributes_of, recomputed, shallow
 
 
@@ -153,19 +153,11 @@ class Row(NamedTuple):
     read: Mapping[str, Any]
 
 
-_OF_TORCH = vars(nn.Module()).keys()
-
-
-def state_of(model: nn.Module, paths: Iterable[str]) -> dict[str, tuple[Any, int]]:
-    """The attributes and buffers of modules, with a number that grows as they change in place."""
-    found = {}
-    for path in paths:
-        module = model.get_submodule(path)
-        for name, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
-            if name not in _OF_TORCH:
-                sized = len(value) if isinstance(value, list | dict | set) else 0
-                found[join(path, name)] = value, version_of(value) if isinstance(value, torch.Tensor) else sized
-    return found
+def attributes_at(model: nn.Module, paths: Iterable[str]) -> dict[str, Any]:
+    """The attributes of modules, but for those that every module has."""
+    modules = {path: vars(model.get_submodule(path)) for path in paths}
+    found = {join(path, name): value for path, own in modules.items() for name, value in own.items()}
+    return {name: value for name, value in found.items() if name.rpartition(".")[2] not in OF_TORCH}
 
 
 def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -57,8 +57,8 @@ from fastpipe.runtime.model.rows import (
     Row,
     RowStage,
     arguments_of,
+    attributes_at,
     holders_of,
-    state_of,
     without_tensors,
 )
 
@@ -299,14 +299,13 @@ def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dic
         found = {_is_equal(model, own, parts) for own, parts in pairs} - {None}
         if found != {True}:
             fixed[name] = without_tensors(value)
-    attributes = {name: value for name, (value, _) in state_of(model, holders).items() if name not in changed}
+    attributes = {name: value for name, value in attributes_at(model, holders).items() if name not in changed}
     return made(fixed, {name: value for name, value in attributes.items() if _is_constant(name, value)})
 
 
 def _is_constant(name: str, value: Any) -> bool:
-    """Whether an attribute is a public one, no mode, and a number, text or None."""
-    attribute = name.rpartition(".")[2]
-    return (value is None or type(value) in (bool, int, float, str)) and attribute != "training" and attribute[0] != "_"
+    """Whether an attribute is a public one, and a number, text or None."""
+    return (value is None or type(value) in (bool, int, float, str)) and name.rpartition(".")[2][0] != "_"
 
 
 def _observed(model: nn.Module, row: Iterable[str], run: Callable[[], list[Any]]) -> Runs:
