@@ -151,7 +151,6 @@ def test_attributes_that_one_stage_changes(what: str, executor: str) -> None:
     layers, loss_fn = fastpipe.split(model, x[:2]), nn.functional.cross_entropy
     assert len(layers) == 6
     pipe = fastpipe.Pipeline(layers, "1f1b", 4, loss_fn, num_ranks=2, executor=executor, timeout=60)
-    assert fastpipe.check_parity(pipe, model, (x, target)).ok
     optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (pipe, unsplit)]
     for _ in range(3):
         result = pipe.step(x, target=target)

@@ -152,18 +152,13 @@ def _are_same(now: Any, content: Any) -> bool:
 
 
 def keep_state(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """`KeptAttributes`, `keep_buffers`, and the weights that a forward changes: of embeddings with a ``max_norm``.
-
-    Returns:
-        A function that restores them; may be called repeatedly.
-    """
+    """`keep_buffers` of modules, and of the weights that a forward changes: of embeddings with a ``max_norm``."""
     modules = list(modules)
-    restore_buffers, attributes = keep_buffers(modules), KeptAttributes(modules)
+    restore_buffers = keep_buffers(modules)
     found = [m for root in modules for m in root.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     kept = [(m.weight, m.weight.detach().clone()) for m in found if m.max_norm is not None]
 
     def put_back() -> None:
-        attributes.put_back()
         restore_buffers()
         with torch.no_grad():
             for weight, value in kept:

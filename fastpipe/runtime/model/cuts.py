@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastpipe.partition import partition as partition_layers
 from fastpipe.runtime.common import (
+    KeptAttributes,
     SavedBytes,
     cause_text,
     check_shapes,
@@ -209,13 +210,14 @@ def _leaves_of_a_graph(value: Any) -> Any:
 @contextlib.contextmanager
 def restored(*modules: nn.Module) -> Iterator[None]:
     """Within it there are no gradients; restore them, and the state that a forward changes, afterwards."""
-    put_back = keep_state(modules)
+    put_back, attributes = keep_state(modules), KeptAttributes(modules)
     grads = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
     try:
         yield
     finally:
+        attributes.put_back()
         put_back()
         for parameter, grad in grads:
             parameter.grad = grad
