@@ -28,9 +28,10 @@ def partition(costs: int | Sequence[float], num_stages: int) -> list[range]:
     (num_stages,) = check_counts(num_stages=num_stages)
     if isinstance(costs, Integral):
         (num_layers,) = check_counts(costs=costs)
-        return _even_ranges(_at_least(num_stages, num_layers), num_stages)
+        _check_enough(num_layers, num_stages)
+        return _even_ranges(num_layers, num_stages)
     weights = _weights(costs)
-    _at_least(num_stages, len(weights))
+    _check_enough(len(weights), num_stages)
     prefix = [0.0]
     for weight in weights:
         prefix.append(prefix[-1] + weight)
@@ -52,10 +53,9 @@ def _weights(costs: Any) -> list[float]:
     return weights
 
 
-def _at_least(num_stages: int, num_layers: int) -> int:
+def _check_enough(num_layers: int, num_stages: int) -> None:
     if num_layers < num_stages:
         raise ValueError(f"num_stages = {num_stages}: there are only {num_layers} layers; give at most as many stages")
-    return num_layers
 
 
 def _even_ranges(num_layers: int, num_stages: int) -> list[range]:

@@ -31,7 +31,7 @@ def prepare_data_loader(loader: Any, accelerator: accelerate.Accelerator, seed: 
     while (inner := getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))) is not None:
         parts.append(sampler := inner)
     for part in parts:
-        count = max(getattr(part, "num_replicas", 1), getattr(part, "num_processes", 1))
+        count = max(getattr(part, name, None) or 1 for name in ("num_replicas", "num_processes"))
         if count > 1:
             raise ValueError(
                 f"loader: its {type(part).__name__} gives each of {count} processes other rows, and all ranks need the "

@@ -402,7 +402,7 @@ class _Reader(MetadataReader):
         self._files, self._group = files, group
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        check_contents(self._folder, self._files, *_place_in(self._group))
+        check_contents(Path(self.path), self._files, *_place_in(self._group))
         return plan
 
     @_sendable_errors()

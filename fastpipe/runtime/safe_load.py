@@ -8,9 +8,12 @@ by `torch.serialization.add_safe_globals`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
+import threading
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fastpipe.checkpoint_folder import METADATA
-from fastpipe.runtime.common import first_line, pytree
+from fastpipe.runtime.common import pytree
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
@@ -41,39 +44,36 @@ _RECORDS = {
     ("torch.serialization", "_get_layout"),
 }
 """What metadata may name, beside dtypes."""
+_OF_NUMPY = {"scalar": np.float64().__reduce__()[0], "_reconstruct": np.zeros(0).__reduce__()[0]}
 _ALLOWED: list[Any] = [
     Namespace,
-    type(Path()),
+    bytes,
+    frozenset,
+    *((type(Path()), f"{module}.PosixPath") for module in ("pathlib", "pathlib._local")),
     np.ndarray,
     np.dtype,
-    np.float64().__reduce__()[0],
-    np.zeros(0).__reduce__()[0],
     *sorted({type(np.dtype(code)) for code in np.typecodes["All"]}, key=str),
+    *((made, f"numpy.{core}.multiarray.{name}") for name, made in _OF_NUMPY.items() for core in ("core", "_core")),
 ]
-"""The options of a script, and what the pickles of NumPy's arrays and numbers name."""
+"""The options of a script, and what pickles of NumPy's arrays and numbers name, with the names in other versions."""
+_LOCK = threading.Lock()
+"""torch has one list of what is allowed, for all threads."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class MetadataReader(FileSystemReader):
-    """DCP's reader, with metadata that is read without executing anything.
-
-    Args:
-        folder: of the checkpoint.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._folder = folder
+    """DCP's reader, with metadata that is read without executing anything."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """
         Raises:
             ValueError: if the file has something else than DCP's records.
         """
-        with open(self._folder / METADATA, "rb") as file:
+        path = Path(self.path) / METADATA
+        with open(path, "rb") as file:
             found = _Records(file).load()
         if not isinstance(found, Metadata):
-            raise ValueError(f"{self._folder / METADATA} has a {type(found).__name__} instead of DCP's metadata")
+            raise ValueError(f"{path} has a {type(found).__name__} instead of DCP's metadata")
         return found
 
 
@@ -98,8 +98,12 @@ class ValuePlanner(DefaultLoadPlanner):
         Raises:
             ValueError: for a value of a class that is not allowed.
         """
-        # the base class reads it with pickle: it gets what was read here
-        super().load_bytes(read_item, _saved(_load(read_item.dest_index.fqn, value)))
+        # the base class reads it with pickle
+        *path, last = self.mappings[read_item.dest_index.fqn]
+        place: Any = self.original_state_dict
+        for key in path:
+            place = place[key]
+        place[last] = _load(read_item.dest_index.fqn, value)
 
 
 def check_loadable(key: str, value: Any) -> None:
@@ -113,32 +117,49 @@ def check_loadable(key: str, value: Any) -> None:
     """
     if _is_plain(value) or isinstance(value, torch.Tensor):
         return
-    # tensors can always be loaded, and may be large
-    emptied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.new_empty(0), value)
-    _load(key, _saved(emptied))
+    # these can always be loaded, and may be large
+    file, emptied = io.BytesIO(), pytree.tree_map_only((torch.Tensor, np.ndarray), _emptied, value)
+    torch.save(emptied, file)
+    file.seek(0)
+    _load(key, file)
+
+
+def _emptied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.new_empty(0)
+    return value if value.dtype.hasobject else value.reshape(-1)[:0]
 
 
 def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or (type(value) in (tuple, list) and all(map(_is_plain, value)))
 
 
-def _saved(value: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return file
+@contextlib.contextmanager
+def _allowed() -> Iterator[None]:
+    """Context in which torch also reads `_ALLOWED`; what the script has allowed stays so."""
+    with _LOCK:
+        held = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([each for each in _ALLOWED if each not in held]):
+            yield
 
 
 def _load(key: str, file: io.BytesIO) -> Any:
-    try:
-        with torch.serialization.safe_globals(_ALLOWED):
+    with _allowed():
+        try:
             return torch.load(file, weights_only=True)
-    except pickle.UnpicklingError as error:
-        file.seek(0)
-        with torch.serialization.safe_globals(_ALLOWED):
-            named = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
-        raise ValueError(
-            f"{key} of the checkpoint has {named or first_line(error)}, which is not read, since that could execute "
-            "code: save numbers, texts, tensors and NumPy arrays in tuples, lists, sets and dicts; or, if you trust "
-            f"it, call torch.serialization.add_safe_globals([{named}]) before saving and before loading"
-        ) from None
+        except pickle.UnpicklingError:
+            named = _not_allowed(file)
+    what = named or "what torch.load(weights_only=True) does not take"
+    allow = f"; or, if you trust it, call torch.serialization.add_safe_globals([{named}]) before saving and loading"
+    raise ValueError(
+        f"{key} of the checkpoint has {what}, which is not read, since that could execute code: save numbers, texts, "
+        f"tensors and NumPy arrays in tuples, lists, sets and dicts{allow if named else ''}"
+    )
+
+
+def _not_allowed(file: io.BytesIO) -> str:
+    """The names of what is refused, if that is a class or a function."""
+    file.seek(0)
+    with contextlib.suppress(pickle.UnpicklingError):
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
+    return ""

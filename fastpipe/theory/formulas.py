@@ -128,8 +128,9 @@ def peak_activations(
     """
     if as_ not in ("stages", "ratio"):
         raise ValueError(f"as_ = {as_!r}: use 'stages' or 'ratio'")
-    case = _case(name, peak_formula(name), num_ranks, num_microbatches, stages_per_rank)
-    peak = peak_formula(name).value(case)
+    formula = peak_formula(name)
+    case = _case(name, formula, num_ranks, num_microbatches, stages_per_rank)
+    peak = formula.value(case)
     return peak if as_ == "stages" else peak / (case.p * case.v)
 
 

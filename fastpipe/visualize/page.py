@@ -54,7 +54,7 @@ def to_html(timeline: Timeline, path: str | Path) -> Path:
         "/*{{data}}*/": json.dumps(page_data(timeline)).replace("<", "\\u003c"),
     }
     places = re.compile("|".join(map(re.escape, parts)))  # all at once: a name may be the mark of another place
-    # a name from a file's may have characters that UTF-8 has not
+    # a name read from a file may have lone surrogates
     path.write_text(places.sub(lambda found: parts[found[0]], text), encoding="utf-8", errors="replace")
     return path
 

@@ -355,11 +355,16 @@ def test_the_options_and_arrays_of_a_script(tmp_path: Path) -> None:
         "arguments": Namespace(lr=0.1, folder=tmp_path),
         "generator": np.random.default_rng(1).bit_generator.state,
         "best": np.float64(0.5),
-        "losses": np.arange(3.0),
+        "words": (np.str_(""), b"", frozenset([1])),
     }
-    save_checkpoint(tmp_path, pipe, extra=extra)
-    found = load_checkpoint(tmp_path, pipe)
-    assert found.pop("losses").tolist() == extra.pop("losses").tolist()
+    arrays = {"losses": np.arange(3.0), "none": np.zeros((0, 2)), "mixed": np.array([1, "a"], dtype=object)}
+    with torch.serialization.safe_globals([Namespace]):
+        save_checkpoint(tmp_path, pipe, extra={**extra, **arrays})
+        found = load_checkpoint(tmp_path, pipe)
+        assert Namespace in torch.serialization.get_safe_globals()
+    for name, array in arrays.items():
+        value = found.pop(name)
+        assert value.dtype == array.dtype and value.tolist() == array.tolist()
     assert found == extra and type(found["best"]) is np.float64
 
 
@@ -400,6 +405,8 @@ def test_what_would_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
         assert load_checkpoint(tmp_path / "a", pipe) == when
     with pytest.raises(ValueError, match="^extra.* has datetime.timedelta"):
         load_checkpoint(tmp_path / "a", pipe)
+    with pytest.raises(ValueError, match=r"^extra.* has what torch.load\(weights_only=True\) does not take, .*dicts$"):
+        save_checkpoint(tmp_path / "b", pipe, extra={"count": 2**3000})
 
 
 def test_several_optimizers_and_what_else_a_script_has(tmp_path: Path) -> None:

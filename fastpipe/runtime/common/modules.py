@@ -6,11 +6,9 @@ autograd converts each contribution before it adds it.
 
 from __future__ import annotations
 
-import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,14 +61,14 @@ OF_TORCH = vars(nn.Module()).keys()
 _HOOKS = [name for name in OF_TORCH if "hooks" in name]
 """Those that are dicts of hooks."""
 
-_NOT_FOLLOWED = {"torch", "fastpipe", *sys.stdlib_module_names}
-"""Packages whose objects are no state of a model."""
+_CONTAINERS = list, dict, set, deque, OrderedDict, defaultdict, Counter
 
 
 class KeptAttributes:
     """The attributes of modules and their submodules as they are now, which a forward may change.
 
-    So are hooks, lists, dicts, sets and objects in them, and the values of tensors but for parameters and buffers.
+    So are hooks, lists, dicts and sets in them, and the values of tensors but for parameters and buffers. Changes
+    within other objects, of NumPy arrays, or through ``tensor.data`` are not seen.
 
     Args:
         modules: also those that their attributes hold.
@@ -93,10 +91,10 @@ class KeptAttributes:
                 pending += [(name, part) for part in (content.values() if isinstance(content, dict) else content)]
                 continue
             path = f"{name}." if name else ""
+            if with_children:  # first: an attribute may hold them, too
+                pending += [(path + key, child) for key, child in children_of(value).items() if child is not None]
             pending += [(path + key, part) for key, part in content.items() if key not in OF_TORCH]
             self._hooks += [(content[key], dict(content[key])) for key in _HOOKS if key in content]
-            if with_children:
-                pending += [(path + key, child) for key, child in children_of(value).items() if child is not None]
 
     def changed(self) -> list[str]:
         """The names of attributes that differ now, or have parts that do, but for modes and hooks."""
@@ -114,7 +112,7 @@ class KeptAttributes:
         """Restore them; may be called repeatedly."""
         for _, value, content in self._places.values():
             if not _are_same(_content_of(value), content):
-                target: Any = vars(value) if isinstance(content, dict) and not isinstance(value, dict) else value
+                target: Any = vars(value) if isinstance(value, nn.Module) else value
                 target.clear()
                 (target.extend if isinstance(target, list | deque) else target.update)(content)
         for hooks, before in self._hooks:
@@ -129,12 +127,9 @@ class KeptAttributes:
 
 def _is_place(value: Any) -> bool:
     """Whether a value has parts that may be replaced. Those of a lazy module may once, when it is initialized."""
-    if isinstance(value, nn.modules.lazy.LazyModuleMixin):
-        return False
-    if isinstance(value, nn.Module | list | dict | set | deque | tuple | SimpleNamespace):
-        return True
-    is_object = hasattr(type(value), "__dict__") and hasattr(value, "__dict__") and not isinstance(value, type)
-    return is_object and type(value).__module__.partition(".")[0] not in _NOT_FOLLOWED
+    if isinstance(value, nn.Module):
+        return not isinstance(value, nn.modules.lazy.LazyModuleMixin)
+    return isinstance(value, tuple) or type(value) in _CONTAINERS
 
 
 def _content_of(value: Any) -> Any:

@@ -263,24 +263,29 @@ own_loss.target_name = "labels"  # type: ignore[attr-defined]
 own_loss.target_is_input = True  # type: ignore[attr-defined]
 
 
+_FEW_LABELS = 4
+
+
 def find_num_tokens(run: Callable[..., Any], example: Mapping[str, Any]) -> Callable[[torch.Tensor], int]:
     """What the loss of a model's forward is a mean over: labels but -100, with or without the first of a row, or rows.
 
     Args:
         run: runs the forward.
-        example: a microbatch of several rows, with labels.
+        example: a microbatch of two rows or more, with labels; of these, few are left, so that the means differ.
 
     Raises:
         ValueError: if its loss is none of these means, or if they are equal.
     """
     labels: torch.Tensor = example["labels"]
+    if len(labels) < 2:
+        raise ValueError("give an example of two rows or more")
     counts: list[Callable[[torch.Tensor], int]] = [len]
     if not labels.is_floating_point():
         counts = [lambda labels: int((labels != IGNORED).sum())]
         if labels.dim() > 1:
             counts += [lambda labels: int((labels[..., 1:] != IGNORED).sum()), len]
-            labels = labels.clone()
-            labels[:, 0], labels[:1, 2:] = labels.max(), IGNORED  # else the means may be equal
+            labels = labels.where(labels != IGNORED, labels.max())
+            labels[0, 1:] = labels[1:, _FEW_LABELS:] = IGNORED
     batch, num_rows = {**example, "labels": labels}, len(labels)
 
     def of_row(value: Any, row: int) -> Any:
@@ -289,15 +294,15 @@ def find_num_tokens(run: Callable[..., Any], example: Mapping[str, Any]) -> Call
 
     rows = [{name: of_row(value, row) for name, value in batch.items()} for row in range(num_rows)]
     own, *losses = (own_loss(run(**inputs), labels) for inputs in (batch, *rows))
-    rounding, found = 1e-4 + 4 * torch.finfo(own.dtype).eps, []
+    rounding, found = 1e-4 + torch.finfo(own.dtype).eps, []
     for count in counts:
         weights = [count(row["labels"]) for row in rows]
         total = sum(w * float(x) for w, x in zip(weights, losses, strict=True) if w)
-        if math.isclose(total, float(own) * sum(weights), rel_tol=rounding):
+        if sum(weights) and math.isclose(total, float(own) * sum(weights), rel_tol=rounding):
             found.append(count)
     if len(found) != 1:
-        what = "both a mean over labels and one over rows" if found else "no mean over labels or rows"
-        raise ValueError(f"it is {what} on the example, of {num_rows} rows")
+        what = "equal to several means, over labels or rows," if found else "no mean over labels or rows"
+        raise ValueError(f"it is {what} on the example")
     return found[0]
 
 

@@ -182,7 +182,7 @@ def _find_loss(model: Any, layers: Any, example: Mapping[str, Any]) -> None:
             layers.num_tokens = _run_restored(model, lambda: find_num_tokens(run, example))
             layers.loss_fn = own_loss
     except Exception as error:  # it is raised where the loss is asked for
-        what = "what the loss of the model's forward is a mean over was not found, with some labels of -100"
+        what = "split did not find what the loss of the forward is a mean over, when it set some labels to -100"
         layers.no_loss = f"{what} ({first_line(error)})"
 
 
