@@ -366,7 +366,9 @@ class Pipeline:
     def _run(self, request: Request) -> StepResult:
         result = self._steps.run(self._with_target(request))
         if request.gathers_outputs:
-            result.raw_outputs = gather_outputs(self._steps, self._site.member, result.raw_outputs)
+            steps, member = self._steps, self._site.member
+            stage = max(steps.stages, key=lambda stage: stage.index)
+            result.raw_outputs = gather_outputs(steps.all_gather, stage, steps.device, member, result.raw_outputs)
         return result
 
     def _with_target(self, request: Request) -> Request:

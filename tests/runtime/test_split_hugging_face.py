@@ -290,6 +290,11 @@ def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ValueError, match="LlamaModel: .*ForCausalLM, .*has no head, give the one that has"):
         fastpipe.split(decoder("llama").model)
     t5 = transformers.AutoConfig.for_model("t5", vocab_size=8, d_model=8, d_kv=2, d_ff=8, num_layers=1, num_heads=2)
+    batch = {"input_ids": torch.ones(2, 3, dtype=torch.long)}
+    with pytest.raises(TypeError, match=r"a dict, and BertLMHeadModel takes .* call split\(model, \*\*batch"):
+        fastpipe.split(bert, batch)
+    with pytest.raises(TypeError, match=r"as BertLMHeadModel does, not example=: .* split\(model, \*\*batch"):
+        fastpipe.split(bert, example=batch)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration was .* that failed: You must specify"):
         fastpipe.split(transformers.T5ForConditionalGeneration(t5), ids)
     odd = decoder("llama")

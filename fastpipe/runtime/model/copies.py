@@ -28,6 +28,7 @@ from torch import nn
 
 from fastpipe.placement import Placement
 from fastpipe.runtime.common import (
+    OF_TORCH,
     alias_of,
     allocate,
     bind_alias,
@@ -43,9 +44,6 @@ from fastpipe.runtime.common import (
     zero_grad_of,
 )
 from fastpipe.runtime.model.chain import Chain, Original
-
-TORCHS_OWN = nn.Module().__dict__.keys() - torch_private.MEMBERS
-"""Entries of nn.Module itself, such as hooks, which twins share as they are."""
 
 Made = dict[int, nn.Module]
 """The twins in one stage, by ``id`` of the original."""
@@ -127,7 +125,8 @@ def follow_attributes(
     for name, value in theirs.items():
         if name not in apart and (name not in seen or seen[name] is not value):
             seen[name] = value
-            ours[name] = value if name in TORCHS_OWN else _for_twin(made, value)
+            # twins share hooks, and what else torch keeps
+            ours[name] = value if name in OF_TORCH else _for_twin(made, value)
 
 
 def _set_entries(ours: dict[str, Any], theirs: Mapping[str, Any]) -> None:
@@ -308,9 +307,7 @@ class LocalCopies(StageCopies):
         self._children = [dict(children_of(original)) for original, _ in self.modules]
         # entries that are copies in the copy (a GraphModule's lacks some); hooks are the original's, so that they are
         # called for both halves
-        self._seen = [
-            {k: v for k, v in vars(a).items() if k not in TORCHS_OWN and k in vars(b)} for a, b in self.modules
-        ]
+        self._seen = [{k: v for k, v in vars(a).items() if k not in OF_TORCH and k in vars(b)} for a, b in self.modules]
         self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.kept: list[torch.Tensor | None] = []
 

@@ -676,9 +676,11 @@ class _Recording(TorchFunctionMode):
 
     def _own_buffers(self) -> dict[str, tuple[torch.Tensor, int]]:
         """The buffers of these modules, with their versions."""
-        modules = {path: self._model.get_submodule(path) for path in self._entered}
-        named = [(path, name, b) for path, module in modules.items() for name, b in module.named_buffers(recurse=False)]
-        return {join(path, name): (buffer, version_of(buffer)) for path, name, buffer in named}
+        return {
+            join(path, name): (buffer, version_of(buffer))
+            for path in self._entered
+            for name, buffer in self._model.get_submodule(path).named_buffers(recurse=False)
+        }
 
     def _watch(self) -> None:
         """From the first block on, note which of the attributes that changed before it are read."""

@@ -122,9 +122,23 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
             raise ValueError("model has no layers: give at least one")
         return layers
     check_forward(model)
+    _check_example(model, example, kwargs)
     layers = (_of_hugging_face if is_hugging_face(model) else _row)(model, example, kwargs)
     layers.whole = model
     return layers
+
+
+def _check_example(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse an example that is given in one piece."""
+    if "example" in kwargs and "example" not in inspect.signature(model.forward).parameters:
+        raise TypeError(
+            f"split takes an example's arguments as {type(model).__name__} does, not example=: call split(model, x) "
+            "or split(model, **batch)"
+        )
+    if is_hugging_face(model) and any(isinstance(value, Mapping) for value in example):
+        raise TypeError(
+            f"the example is a dict, and {type(model).__name__} takes tensors by name: call split(model, **batch)"
+        )
 
 
 def _is_of_peft(model: Any) -> bool:
@@ -547,7 +561,7 @@ def _run_layers(
     """The results of some runs, in which each layer has only its own changes of attributes, as in another process."""
     states: dict[int, KeptAttributes] = {}
     try:
-        return [_run_apart(layers, states, example, kwargs) for _ in range(count)]
+        return [_run_apart(layers, states, example, kwargs, is_last=i == count - 1) for i in range(count)]
     except Exception as error:  # raised again with an explanation
         raise ValueError(
             f"model: its layers in sequence fail where the model does not ({error}); its forward may use blocks, or "
@@ -556,7 +570,12 @@ def _run_layers(
 
 
 def _run_apart(
-    layers: Layers, states: dict[int, KeptAttributes], example: tuple[Any, ...], kwargs: dict[str, Any]
+    layers: Layers,
+    states: dict[int, KeptAttributes],
+    example: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_last: bool,
 ) -> Any:
     value: Any = None
     for i, layer in enumerate(layers):
@@ -565,7 +584,8 @@ def _run_apart(
         inputs, named = (as_inputs((value,)), selected(kwargs, accepted_names(layer))) if i else (example, kwargs)
         try:
             value = layer(*inputs, **named)
-            states[i] = KeptAttributes([layer])
+            if not is_last:
+                states[i] = KeptAttributes([layer])
         finally:
             kept.put_back()
     return value

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,9 +33,6 @@ from fastpipe.runtime.stage import Stage, from_tensors, scale_loss, sum_in_order
 from fastpipe.runtime.step.microbatch import Rules, merge
 from fastpipe.runtime.transport import Membership
 from fastpipe.timeline import Timeline
-
-if TYPE_CHECKING:
-    from fastpipe.runtime.step.steps import Steps
 
 MetricRule = str | Callable[[list[torch.Tensor]], Any]
 MetricRules = MetricRule | Mapping[str, MetricRule]
@@ -423,10 +420,15 @@ def unpack_spans(packed: Mapping[str, list[Any]]) -> Spans:
     return {rank: (start, end) for rank, (start, end) in found.items()}
 
 
-def gather_outputs(steps: Steps, member: Membership, own: dict[int, Any]) -> dict[int, Any]:
+def gather_outputs(
+    all_gather: Callable[..., Any], stage: Stage, device: torch.device, member: Membership, own: dict[int, Any]
+) -> dict[int, Any]:
     """The last stage's outputs by microbatch, from all processes to every one of them. Collective, after a step.
 
     Args:
+        all_gather: `Steps.all_gather`.
+        stage: the last one of this process.
+        device: of the outputs.
         member: the group, and this process's place in it.
         own: the outputs of this process; returned unchanged.
 
@@ -437,7 +439,6 @@ def gather_outputs(steps: Steps, member: Membership, own: dict[int, Any]) -> dic
     if member.size == 1:
         return own
     packed: dict[int, Tensors] = {}
-    stage = max(steps.stages, key=lambda stage: stage.index)
 
     def headers() -> Reply:
         if not dist.is_initialized():
@@ -453,9 +454,9 @@ def gather_outputs(steps: Steps, member: Membership, own: dict[int, Any]) -> dic
     arrived: dict[int, Tensors] = {}
 
     def receive(replies: Sequence[Reply]) -> None:
-        arrived.update(_received(replies, packed, member, steps.device))
+        arrived.update(_received(replies, packed, member, device))
 
-    steps.all_gather("gather_outputs", headers, receive)
+    all_gather("gather_outputs", headers, receive)
     outputs = dict(own)
     for i, tensors in arrived.items():
         ((value,), _) = from_tensors(tensors, mesh=stage.mesh)
