@@ -301,8 +301,9 @@ def _restored(steps: Steps) -> Iterator[None]:
     """Context that restores gradients, buffers, random generators and the step count."""
     step_count = steps.random.step_count
     modules = [stage.module for stage in steps.stages]  # also those of hidden copies
+    followed = steps.copies.followed()
     try:
-        with torch.random.fork_rng(devices=cuda_devices(modules)), restored(*modules):
+        with torch.random.fork_rng(devices=cuda_devices(modules)), restored(*modules, followed=followed):
             yield
     finally:
         steps.random.step_count = step_count

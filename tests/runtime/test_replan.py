@@ -14,6 +14,7 @@ import fastpipe
 from fastpipe import Pipeline, make_schedule
 from fastpipe.runtime.model.chain import Chain, Layers
 from fastpipe.runtime.transport import Loopback
+from fastpipe.testing import check_parity
 from tests.conftest import executors_in_turn
 from tests.runtime.checks import assert_same, reference_of, same_bits
 from tests.runtime.models import CASES, WIDTH, Block, squared
@@ -172,6 +173,27 @@ def test_a_profile_restores_the_buffers_of_both_copies_of_a_stage(executor: str)
     pipe.profile(x, target=y, num_steps=1)
     buffers = [dict(stage.module.named_buffers()) for stage in pipe._steps.stages]
     assert [value for named in buffers for name, value in named.items() if "num_batches" in name] == [2] * 4
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "1f1b"])
+def test_changes_before_a_profile_reach_copies(schedule: str, executor: str) -> None:
+    """Of a stage that two ranks hold, and of a layer that two stages use."""
+
+    class Scaled(nn.Linear):
+        factor = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.factor
+
+    layers = [Scaled(WIDTH, WIDTH) for _ in range(4)]
+    layers[3] = layers[0]
+    pipe = Pipeline(layers, schedule, 4, squared, num_ranks=2, executor=executor)
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    for layer in layers[:3]:
+        layer.factor = 1.5
+        layer.register_forward_hook(lambda module, args, output: output * 0.5)
+    pipe.profile(x, target=y, num_steps=1)
+    assert check_parity(pipe, layers, (x, y)).ok
 
 
 def test_tied_weights_stay_tied() -> None:

@@ -71,11 +71,11 @@ class KeptAttributes:
     within other objects, of NumPy arrays, or through ``tensor.data`` are not seen.
 
     Args:
-        modules: also those that their attributes hold.
+        modules: also those that their attributes hold. Or dicts of attributes.
         with_children: whether to keep the attributes of submodules, too.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, with_children: bool = True) -> None:
+    def __init__(self, modules: Iterable[nn.Module | dict[str, Any]], *, with_children: bool = True) -> None:
         self._places: dict[int, tuple[str, Any, Any]] = {}
         self._tensors: dict[int, tuple[str, torch.Tensor, int, torch.Tensor]] = {}
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []

@@ -184,6 +184,11 @@ class StageCopies:
         "and change them between steps, or use a schedule that holds every stage once"
     )
 
+    def followed(self) -> list[dict[str, Any]]:
+        """The attributes that copies have taken over, by name; whoever restores the copies' attributes restores them,
+        too."""
+        return []
+
     def prepare(self) -> Changes:
         """Apply the user's changes, and return those that other ranks must match; called before the ranks agree on a
         step."""
@@ -310,6 +315,10 @@ class LocalCopies(StageCopies):
         self._seen = [{k: v for k, v in vars(a).items() if k not in OF_TORCH and k in vars(b)} for a, b in self.modules]
         self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.kept: list[torch.Tensor | None] = []
+
+    def followed(self) -> list[dict[str, Any]]:
+        """The attributes that the copies have taken over."""
+        return self._seen
 
     def prepare(self) -> Changes:
         """Refuse changes that the copies cannot follow."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -208,9 +208,13 @@ def _leaves_of_a_graph(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def restored(*modules: nn.Module) -> Iterator[None]:
-    """Within it there are no gradients; restore them, and the state that a forward changes, afterwards."""
-    put_back, attributes = keep_state(modules), KeptAttributes(modules)
+def restored(*modules: nn.Module, followed: Iterable[dict[str, Any]] = ()) -> Iterator[None]:
+    """Within it there are no gradients; restore them, and the state that a forward changes, afterwards.
+
+    Args:
+        followed: see `StageCopies.followed`.
+    """
+    put_back, attributes = keep_state(modules), KeptAttributes([*modules, *followed])
     grads = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
     for parameter, _ in grads:
         parameter.grad = None

@@ -457,6 +457,10 @@ class TiedWeights(StageCopies):
         for weight in self.shared:
             weight.bind_alias()
 
+    def followed(self) -> list[dict[str, Any]]:
+        """The attributes that copies and twins have taken over."""
+        return [*self.base.followed(), *(seen for _, _, seen, _ in self.twins)]
+
     def prepare(self) -> Changes:
         """Take over weights that the user replaced."""
         self._adopt()
