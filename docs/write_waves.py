@@ -97,17 +97,6 @@ def attained() -> str:
     return table("| memory | V | wave of 4 | its bound | against the V | loop of 4 |", rows())
 
 
-def by_stages() -> str:
-    """What more stages bring."""
-
-    def rows() -> Iterator[str]:
-        for memory in MEMORIES:
-            numbers = [capped("wave_zb", v, memory) for v in (2, 4, 6, 8)]
-            yield f"| {memory:g} | " + " | ".join(f"{number:.3g}" for number in numbers) + " |"
-
-    return table("| memory | 2 | 4 | 6 | 8 |", rows())
-
-
 def latency() -> str:
     """The forms where hops take time, or costs differ."""
 
@@ -168,7 +157,7 @@ def even_rounds() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    block.__name__: block for block in (attained, by_stages, latency, compact_rounds, slack_rounds, even_rounds)
+    block.__name__: block for block in (attained, latency, compact_rounds, slack_rounds, even_rounds)
 }
 
 
