@@ -23,8 +23,8 @@ COSTS = {
     "1, 1.2, 0.8; 0.05": CostModel(1.0, 1.2, 0.8, comm=0.05),
     "1, 1.1, 0.9; 0.2": CostModel(1.0, 1.1, 0.9, comm=0.2),
 }
-HEADER = ("F, I, W; transfer", "memory", "best named schedule", "bubble", "plan", "bubble", "bound", "stages per rank")
-MEMORY = (0.5, 0.625, 0.75, 1.0, 1.5)
+HEADER = ("F, I, W; transfer", "memory", "best named schedule", "bubble", "plan", "bubble", "bound")
+MEMORY = (0.5, 0.75, 1.0, 1.5)
 
 
 def table() -> str:
@@ -67,7 +67,6 @@ def row(text: str, memory: float, found: Plan) -> str:
     cells = (
         *(text, f"{memory:g}", f"`{best.name.removesuffix(' for the costs')}`", f"{best.bubble_fraction:.2%}"),
         *(name, f"{chosen.bubble_fraction:.2%}", f"{max(0.0, 1 - work / found.bound):.2%}"),
-        str(chosen.stages_per_rank),
     )
     return f"| {' | '.join(cells)} |"
 

@@ -33,8 +33,7 @@ MICROBATCHES = (32, 16, 8)
 HEAD = """\
 # The schedules
 
-`docs/write_schedules.py` writes this page from the registry and the simulator. `fastpipe.list_schedules()` and
-`fastpipe schedules` print the same names, limits and options. To draw a schedule:
+`fastpipe.list_schedules()` and `fastpipe schedules` print these names, limits and options. To draw a schedule:
 
 ```sh
 fastpipe plot dualpipev --ranks 4 --microbatches 16 -o dualpipev.png
@@ -50,39 +49,45 @@ weights. `F&B` is a forward and a backward of another microbatch, run as one.
 | bubble | fraction of the makespan (first start to last end of the step) in which ranks are idle |
 | by span | the same if every rank starts its next step at once, without waiting for the others |
 | peak activations | the most that a rank holds at a time, until the end of `W` or `B`, in multiples of 1F1B's |
-| weights | copies of the model that all ranks hold together |
 | transfers | messages between ranks for the forward of one microbatch; its backward has as many |
 
 """
 
 NOTE = """
 The numbers are simulated for {ranks} ranks and {microbatches} microbatches, with `F`, `I` and `W` of equal length, `B`
-as long as `I` and `W`, `F&B` as long as its parts, and free transfers. For your costs use `fastpipe.simulate`, or
-`--forward`, `--backward-input`, `--backward-weight` and `--comm` of
+as long as `I` and `W`, `F&B` as long as its parts, and free transfers. In a real step `W` computes the weight gradients
+of linears only, and `I` the rest: the numbers are for stages whose weights are nearly all in linears, as in a
+transformer. For your costs use `fastpipe.simulate`, or `--forward`, `--backward-input`, `--backward-weight` and
+`--comm` of
 
 ```sh
 fastpipe compare all --ranks {ranks} --microbatches {microbatches}
 ```
 
-In a real step `W` computes the weight gradients of linears only, and `I` the rest: the numbers are for stages whose
-weights are nearly all in linears, as in a transformer.
-
-`fastpipe.formulas` has the closed forms named below (p ranks, m microbatches, v stages per rank), and refuses numbers
-outside their range.
-
-You can also write a schedule (`fastpipe.Schedule.from_actions`), or load one from a CSV file of
-`torch.distributed.pipelining` (`fastpipe.Schedule.from_csv`). All are proved before they run; in a shell,
-`fastpipe validate mine.csv` proves one.
+You can also [write a schedule](planning.md), or load one from a CSV file of `torch.distributed.pipelining`. All are
+proved before they run.
 """
 
 OPTIONS = """
 ## Options of several schedules
 
-Options are keyword arguments of `fastpipe.make_schedule("wave_zb", ..., memory=0.5)`, and a dict of the Pipeline:
-`schedule_options={"memory": 0.5}` (`stages_per_rank=` is an argument of its own). In a shell: `--option memory=0.5`.
+Pass options as `fastpipe.make_schedule("wave_zb", ..., memory=0.5)`, to the Pipeline as
+`schedule_options={"memory": 0.5}` (`stages_per_rank=` is an argument of its own), and in a shell as
+`--option memory=0.5`.
 
 | option | meaning |
 |---|---|
+"""
+
+ANY = "any ranks and microbatches"
+"""The limits of most schedules."""
+
+EVERY = f"""
+## Every schedule
+
+A schedule without limits below takes {ANY}. `fastpipe.formulas` has the closed forms, and
+refuses numbers outside of their range.
+
 """
 
 IGNORED = "; the order is the same for all of them"
@@ -163,7 +168,6 @@ def row(family: Family, numbers: Numbers) -> str:
         f"{numbers.bubble:.1%}",
         f"{numbers.span_bubble:.1%}",
         f"{numbers.peak:.2f}",
-        str(schedule.placement.num_routes),
         f"{numbers.transfers:g}",
     )
     return f"| {' | '.join(cells)} |"
@@ -181,7 +185,7 @@ def _text(option: Option) -> str:
 
 def section(family: Family, numbers: Numbers, common: Mapping[str, str]) -> str:
     """The section of one schedule beneath the table."""
-    source = sys.modules[family.generate.__module__]
+    file = f"{family.generate.__module__.replace('.', '/')}.py"
     options = family.options.items()
     once = [f"`{name}={option.default!r}`" for name, option in options if common.get(name) == _text(option)]
     is_ignored = any(option.text.endswith(IGNORED) for option in family.options.values())
@@ -190,14 +194,13 @@ def section(family: Family, numbers: Numbers, common: Mapping[str, str]) -> str:
         "",
         f"{family.summary[0].upper()}{family.summary[1:]}.",
         "",
-        f"* takes: {family.limits}",
-        f"* placement: {numbers.schedule.placement.name}; actions: {numbers.kinds}",
+        f"* placement: {numbers.schedule.placement.name}; actions: {numbers.kinds}; [code](../{file})",
     ]
+    lines += [f"* takes: {family.limits}"] * (family.limits != ANY)
     lines += [f"* options: {', '.join(once)}{' (the order does not depend on them)' * is_ignored}"] * bool(once)
     lines += [f"* `{name}={o.default!r}`: {o.text}" for name, o in options if common.get(name) != _text(o)]
     lines += _closed_forms(family.name)
-    file = f"{source.__name__.replace('.', '/')}.py"
-    return "\n".join([*lines, f"* code: [{Path(file).name}](../{file})", ""])
+    return "\n".join([*lines, ""])
 
 
 def _closed_forms(name: str) -> list[str]:
@@ -206,21 +209,21 @@ def _closed_forms(name: str) -> list[str]:
     for what, find in (("bubble", formulas.bubble_formula), ("peak activations", formulas.peak_formula)):
         with contextlib.suppress(ValueError):
             formula = find(name)
-            found.setdefault(formula.source, []).append(f"{what} for {formula.range}")
-    return [f"* closed form: {'; '.join(whats)} ({source})" for source, whats in found.items()]
+            found.setdefault(formula.source, []).append(what)
+    return [f"* closed form: {', '.join(whats)} ({source})" for source, whats in found.items()]
 
 
 def page() -> str:
     """The whole page."""
     families = fastpipe.list_schedules()
     numbers = [measure(example(family)) for family in families]
-    header = "| schedule | stages per rank | bubble | by span | peak activations | weights | transfers |"
-    table = [header, "|---|---:|---:|---:|---:|---:|---:|", *map(row, families, numbers)]
+    header = "| schedule | stages per rank | bubble | by span | peak activations | transfers |"
+    table = [header, "|---|---:|---:|---:|---:|---:|", *map(row, families, numbers)]
     note = NOTE.format(ranks=RANKS, microbatches=MICROBATCHES[0])
     common = shared(families)
     sections = [section(family, measured, common) for family, measured in zip(families, numbers, strict=True)]
     options = OPTIONS + "".join(f"| `{name}` | {text} |\n" for name, text in common.items())
-    text = HEAD + "\n".join(table) + "\n" + note + options + "\n## Every schedule\n\n" + "\n".join(sections)
+    text = HEAD + "\n".join(table) + "\n" + note + options + EVERY + "\n".join(sections)
     return "\n".join(line if line.startswith("|") else wrapped(line) for line in text.split("\n"))
 
 

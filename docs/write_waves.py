@@ -16,8 +16,7 @@ from pathlib import Path
 from pages import finish, with_blocks
 
 import fastpipe
-from fastpipe import CostModel, Placement, Schedule, formulas
-from fastpipe.bounds import best, bounds
+from fastpipe import CostModel, Schedule, formulas
 
 PAGE = Path(__file__).with_name("waves.md")
 RANKS, MICROBATCHES = 8, 32
@@ -98,23 +97,11 @@ def attained() -> str:
     return table("| memory | V | wave of 4 | its bound | against the V | loop of 4 |", rows())
 
 
-def by_stages() -> str:
-    """What more stages bring."""
-
-    def rows() -> Iterator[str]:
-        for memory in MEMORIES:
-            numbers = [capped("wave_zb", v, memory) for v in (2, 4, 6, 8)]
-            yield f"| {memory:g} | " + " | ".join(f"{number:.3g}" for number in numbers) + " |"
-
-    return table("| memory | 2 | 4 | 6 | 8 |", rows())
-
-
 def latency() -> str:
     """The forms where hops take time, or costs differ."""
 
     def rows() -> Iterator[str]:
         for text, costs in (
-            ("hop 0.02", (1.0, 1.0, 1.0, 0.02)),
             ("hop 0.05", (1.0, 1.0, 1.0, 0.05)),
             ("1, 1.15, 0.75", (1.0, 1.15, 0.75, 0.0)),
             ("1, 1.3, 0.7, hop 0.05", (1.0, 1.3, 0.7, 0.05)),
@@ -127,25 +114,6 @@ def latency() -> str:
                 yield f"| {text} | {memory:g} | {numbers} ({name}) | {change(min(forms), vee)} | {loop:.1f} |"
 
     return table("| costs | memory | compact | slack | even | best V | against it | loop of 4 |", rows())
-
-
-def messages() -> str:
-    """What it costs: messages, activations, layers."""
-
-    def rows() -> Iterator[str]:
-        for text, name, v in (
-            ("1f1b", "1f1b", 1),
-            ("V", "zbv", 2),
-            ("wave of 4", "wave_zb", 4),
-            ("loop of 4", "loop_zb", 4),
-        ):
-            schedule = fastpipe.make_schedule(name, num_ranks=RANKS, num_microbatches=MICROBATCHES)
-            route = schedule.placement.routes[0]
-            hops = sum(a != b for a, b in zip(route, route[1:], strict=False))
-            peak = max(fastpipe.simulate(schedule).peak_activations) / (RANKS * v)
-            yield f"| {text} | {hops} | {hops / (RANKS - 1):.1f} | {peak:.2f} | {v * RANKS} |"
-
-    return table("| | messages of a microbatch, one way | against 1F1B | peak activations | least layers |", rows())
 
 
 def cell(kind: str, microbatch: int) -> str:
@@ -188,29 +156,8 @@ def even_rounds() -> str:
     return picture(3, offsets, [(0, "a"), (1, "b"), (2, "c")], 4)
 
 
-def grid() -> str:
-    """A whole small step."""
-    schedule = fastpipe.make_schedule("wave_zb", num_ranks=2, num_microbatches=3, stages_per_rank=4, memory=6)
-    lines = str(schedule).splitlines()[1:]
-    return "```text\n" + "\n".join(lines) + "\n```"
-
-
-def general() -> str:
-    """Every bound of a wave of four, in seconds of a stage."""
-
-    def rows() -> Iterator[str]:
-        for memory in (0.25, *MEMORIES):
-            found = bounds(Placement.wave(RANKS, 4), num_microbatches=MICROBATCHES, memory=int(memory * 32))
-            numbers = {bound.name: f"{bound.seconds:g}" for bound in found}
-            names = ("work", "ramp", "chain", "warm-up", "drain", "memory", "activation time")
-            yield f"| {memory:g} | " + " | ".join(numbers[name] for name in names) + f" | {best(found).seconds:g} |"
-
-    return table("| memory | work | ramp | chain | warm-up | drain | memory | activation time | best |", rows())
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
-    block.__name__: block
-    for block in (attained, by_stages, latency, messages, compact_rounds, slack_rounds, even_rounds, grid, general)
+    block.__name__: block for block in (attained, latency, compact_rounds, slack_rounds, even_rounds)
 }
 
 
