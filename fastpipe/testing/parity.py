@@ -68,6 +68,8 @@ class Parity:
         loss: the pipeline's, and the unsplit model's.
         norm: of all gradients, the pipeline's and the unsplit model's.
         hints: possible reasons.
+        zeros: the parameters whose gradient is zeros, and None in the unsplit model; weight decay changes only the
+            former.
     """
 
     differences: Sequence[Difference]
@@ -75,6 +77,7 @@ class Parity:
     loss: tuple[float, float]
     norm: tuple[float, float]
     hints: Sequence[str] = field(default=())
+    zeros: Sequence[str] = field(default=())
 
     @property
     def ok(self) -> bool:
@@ -82,11 +85,11 @@ class Parity:
         return not self.differences
 
     def __str__(self) -> str:
+        zeros = f"gradients of zeros, which are None in the unsplit model: {', '.join(self.zeros)}"
+        notes = [zeros] if self.zeros else []
         if self.ok:
-            return (
-                f"parity: loss {self.loss[0]:.6g}, norm {self.norm[0]:.6g} and {self.num_compared} gradients are those "
-                "of the unsplit model, bit for bit"
-            )
+            equal = f"loss {self.loss[0]:.6g}, norm {self.norm[0]:.6g} and {self.num_compared} gradients"
+            return "\n".join([f"parity: {equal} are those of the unsplit model, bit for bit", *notes])
         lines = [
             f"parity: {len(self.differences)} differences from the unsplit model ({self.num_compared} gradients "
             "compared), the worst first",
@@ -96,7 +99,7 @@ class Parity:
         ]
         if len(self.differences) > _SHOWN:
             lines.append(f"and {len(self.differences) - _SHOWN} more")
-        return "\n".join([*lines, *self.hints])
+        return "\n".join([*lines, *notes, *self.hints])
 
 
 def _table(differences: Iterable[Difference]) -> list[str]:
@@ -183,11 +186,13 @@ def parity_of(
     losses: tuple[torch.Tensor, torch.Tensor],
     norms: tuple[torch.Tensor, torch.Tensor],
     hints: Mapping[str, bool],
+    zeros: Sequence[str] = (),
 ) -> Parity:
     """The result, with the hints that apply."""
     loss, norm = (tuple(map(float, pair)) for pair in (losses, norms))
     chosen = [hint for hint, applies in hints.items() if applies]
-    return Parity(tuple(worst_first(differences)), num_compared, (loss[0], loss[1]), (norm[0], norm[1]), chosen)
+    found = tuple(worst_first(differences))
+    return Parity(found, num_compared, (loss[0], loss[1]), (norm[0], norm[1]), chosen, zeros)
 
 
 Key = tuple[int, str]
@@ -303,16 +308,22 @@ def _check(
         reference = _reference(pipe, given, *copies[1], count, step_count, ties)
         grads = {key: _dense(parameter.grad) for key, parameter in parameters.items()}
         expected_norm = torch.nn.utils.get_total_norm(_expected(parameters, grads, norms))
+        everywhere = {**gradients, **sent}
         found = [
             *(Difference("parameter", name, stage, note="not the pipeline's") for stage, name in stale),
             *_compare_losses(result, reference),
             *_compare_reports(result, reference),
             *compared("norm", "", None, norm, expected_norm),
-            *_compare_gradients({**gradients, **sent}, grads),
+            *_compare_gradients(everywhere, grads),
             *_gradients_elsewhere(model, parameters.values()),
         ]
         return {
             "differences": [asdict(difference) for difference in found],
+            "zeros": [
+                key[1]
+                for key, grad in grads.items()
+                if grad is None and (ours := everywhere.get(key)) is not None and not ours.any()
+            ],
             "expected": [float(reference.loss), float(expected_norm)],
             "merged": len(ties) < len(pipe._local.ties),
         }
@@ -325,7 +336,8 @@ def _check(
         _RANDOM: any(reply["drew"] for reply in replies),
         _MERGED: any(answer.get("merged") for answer in answers),
     }
-    return parity_of(found, len(names), (result.loss, expected_loss), (norm, expected_norm), hints)
+    zeros = sorted({name for answer in answers for name in answer.get("zeros", ())})
+    return parity_of(found, len(names), (result.loss, expected_loss), (norm, expected_norm), hints, zeros)
 
 
 def _step(pipe: Pipeline, batch: Any, kwargs: Mapping[str, Any], count: int) -> StepResult:

@@ -328,3 +328,18 @@ def test_a_long_table_is_cut() -> None:
     model[0].linear.weight.data *= 1.5
     text = str(check_parity(Pipeline(layers, "1f1b", 4, squared, num_ranks=2), model, batch()))
     assert "more" in text and len(text.splitlines()) == 2 + 1 + 20 + 1 + 1
+
+
+def test_gradients_of_zeros_where_the_model_has_none_are_listed() -> None:
+    class Detached(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.detach())
+
+    layers = [nn.Linear(WIDTH, WIDTH), Detached(WIDTH, WIDTH)]
+    pipe = Pipeline(layers, "1f1b", 2, nn.functional.mse_loss, num_ranks=2)
+    x = torch.randn(4, WIDTH)
+    found = check_parity(pipe, layers, (x, x))
+    assert found.ok and found.zeros == ["0.bias", "0.weight"]
+    assert "gradients of zeros, which are None in the unsplit model: 0.bias, 0.weight" in str(found)
+    layers[0].requires_grad_(False)
+    assert not check_parity(pipe, layers, (x, x)).zeros
