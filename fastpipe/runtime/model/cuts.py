@@ -34,6 +34,7 @@ from fastpipe.runtime.model.chain import (
     as_arguments,
     as_inputs,
     as_layers,
+    check_modules,
     selected,
     split_carried,
 )
@@ -69,6 +70,7 @@ def layer_costs(
         ValueError: for an unknown ``by``, no layers, or a missing example.
     """
     measures = {"flops": _flops, "seconds": _seconds, "activation_bytes": _activation_bytes, "memory": _memory}
+    check_modules("layers", layers)
     listed = list(layers)
     if not listed:
         raise ValueError("layers is empty: give the list of the model's layers")
@@ -283,13 +285,7 @@ def layer_ranges(layers: Sequence[nn.Module] | None, num_stages: int, partition:
         if isinstance(partition, str) and partition == "layers":  # an array is compared by element
             return []
         raise _cut_already(partition)
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, nn.Module):
-            raise TypeError(
-                f"stages[{index}] is a {type(layer).__name__}: give nn.Modules; call a function in the forward of one, "
-                "and instead of a class or a recipe give the layer, made under torch.device('meta') (see Layers on "
-                "meta in docs/guide.md)"
-            )
+    check_modules("stages", layers)
     if isinstance(partition, str) and partition in ("layers", "parameters"):
         _check_count(len(layers), num_stages)
         return partition_layers(len(layers) if partition == "layers" else layer_costs(layers, by=partition), num_stages)
