@@ -178,17 +178,17 @@ class Placement:
         return len(self.routes)
 
     def route_of(self, microbatch: int, num_microbatches: int) -> int:
-        """The route that a microbatch takes: with two, the first half takes route 0."""
+        """The route that a microbatch takes: with two, the first half takes 0. ValueError for another microbatch."""
         microbatch = check_index("microbatch", microbatch, *check_counts(num_microbatches=num_microbatches))
         return int(self.num_routes == 2 and microbatch >= num_microbatches // 2)
 
     def rank_of(self, stage: int, route: int = 0) -> int:
-        """The rank that computes ``stage`` on ``route``."""
+        """The rank that computes ``stage`` on ``route``; ValueError for numbers that there are not, -1 too."""
         ranks = self.routes[check_index("route", route, self.num_routes)]
         return ranks[check_index("stage", stage, self.num_stages)]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, ascending, those of every route."""
+        """The stages that a rank holds, ascending, those of every route; ValueError for another rank."""
         rank = check_index("rank", rank, self.num_ranks)
         return tuple(s for s in range(self.num_stages) if any(route[s] == rank for route in self.routes))
 

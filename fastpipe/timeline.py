@@ -187,7 +187,7 @@ class Timeline:
         return "compute" if instruction.channel < 0 else str(self.program.channels[instruction.channel])
 
     def compute_spans(self, rank: int) -> list[Span]:
-        """The compute of one rank, in order."""
+        """The compute of one rank, in order; ValueError for a rank that there is not."""
         rank = check_index("rank", rank, self.program.num_ranks)
         return [self._span(rank, position) for position in self._compute[rank].tolist()]
 

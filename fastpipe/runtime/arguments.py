@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fastpipe.hardware_queues import queues_in_force
 from fastpipe.machine import Lanes
-from fastpipe.placement import check_counts, check_flags, is_whole
+from fastpipe.placement import check_counts, check_flags, is_whole, plain
 from fastpipe.runtime.common import check_grad_dtype
 from fastpipe.runtime.model import Policy, Stages, check_policy
 from fastpipe.runtime.stage import ContextFactory, Stage, check_contexts
@@ -329,7 +329,8 @@ class Arguments:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:
         """The groups of arguments by name; each group takes its own, NumPy's numbers as Python's."""
-        given = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
+        given = {name: plain(value) if isinstance(value, np.generic) else value for name, value in given.items()}
+        given |= {name: plain(given[name]) for name in ("split", "merge")}
         groups: Any = ModelArguments, ScheduleArguments, BatchArguments, ExecutionArguments
         return cls(*(group(**{field.name: given[field.name] for field in fields(group)}) for group in groups))
 

@@ -503,7 +503,14 @@ def test_jagged_microbatches_can_be_profiled() -> None:
 
 def test_numbers_of_numpy_are_as_good() -> None:
     two: Any = np.int64(2)
-    pipe = build(num_microbatches=two, num_ranks=two, stages_per_rank=np.int32(1), timeout=np.float32(60))
+    pipe = build(
+        num_microbatches=two,
+        num_ranks=two,
+        stages_per_rank=np.int32(1),
+        timeout=np.float32(60),
+        split={0: two - two},
+        partition=[two, two],
+    )
     assert [type(number) for number in (pipe.num_microbatches, pipe.num_ranks, pipe.num_stages)] == [int] * 3
     assert pipe.step(X, target=Y, num_microbatches=two).loss == pipe.step(X, target=Y).loss
 

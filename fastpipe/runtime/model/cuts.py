@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpipe.partition import partition as partition_layers
+from fastpipe.placement import is_whole
 from fastpipe.runtime.common import (
     KeptAttributes,
     SavedBytes,
@@ -332,7 +333,7 @@ def _check_count(num_layers: int, num_stages: int) -> None:
 
 def _explicit(given: list[Any], num_layers: int, num_stages: int) -> list[range]:
     counts = [len(count) if isinstance(count, range) else count for count in given]
-    if len(counts) != num_stages or any(not isinstance(c, int) or c < 1 for c in counts) or sum(counts) != num_layers:
+    if len(counts) != num_stages or not all(is_whole(c, least=1) for c in counts) or sum(counts) != num_layers:
         raise ValueError(
             f"partition = {counts}: give {num_stages} numbers of at least 1, one per stage, that sum to the "
             f"{num_layers} layers; for a stage that computes nothing add an nn.Identity() to the layers"
