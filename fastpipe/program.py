@@ -87,10 +87,12 @@ class Channel(NamedTuple):
         return f"{self.kind.name.lower()} {self.source}->{self.destination}"
 
     def peer_of(self, rank: int) -> int:
-        """The rank at the other end."""
-        if rank not in self[:2]:
-            raise ValueError(f"rank = {rank!r}: {self} has the ranks {self.source} and {self.destination}; give one")
-        return self.destination if rank == self.source else self.source
+        """The rank at the other end; ValueError for a rank at neither."""
+        if rank == self.source:
+            return self.destination
+        if rank == self.destination:
+            return self.source
+        raise ValueError(f"rank = {rank!r}: {self} has the ranks {self.source} and {self.destination}; give one")
 
 
 class Instruction(NamedTuple):
