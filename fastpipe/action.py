@@ -67,7 +67,8 @@ class Action(NamedTuple):
     @classmethod
     def overlap(cls, forward: Action, backward: Action) -> Action:
         """The fused pair of a forward and a full backward."""
-        if forward.kind is not ActionKind.F or backward.kind is not ActionKind.B:
+        kinds = [getattr(one, "kind", None) for one in (forward, backward)]
+        if kinds != [ActionKind.F, ActionKind.B]:
             raise ValueError(f"OVERLAP_F_B takes an F and a B, in that order; found {forward} and {backward}")
         return cls(ActionKind.OVERLAP_F_B, forward.stage, forward.microbatch, backward.stage, backward.microbatch)
 

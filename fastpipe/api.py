@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from fastpipe import visualize
 from fastpipe.cost import CostModel, shared_out
 from fastpipe.lower import lower as _lower
-from fastpipe.machine import COALESCED, Lanes
-from fastpipe.placement import check_flags
+from fastpipe.machine import COALESCED, Lanes, lane_numbers
+from fastpipe.placement import check_counts, check_flags, check_type
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import find, make_schedule
@@ -57,16 +57,13 @@ def simulate(work: Schedule | Program, cost: CostModel | None = None, *, lanes: 
         ProgramError: when the program could hang with these lanes.
         ValueError: for costs of another number of stages.
     """
+    check_type(Schedule | Program, "see make_schedule", work=work)
     program = lower(work, coalesce=lanes == COALESCED) if isinstance(work, Schedule) else work
-    if not isinstance(program, Program):
-        raise TypeError(f"work: expected a Schedule or a Program, found {type(work).__name__}; see make_schedule")
     return simulate_program(program, cost, lanes=lanes)
 
 
 def plot(timeline: Timeline, path: str | Path, **options: Any) -> Path:
     """Draw a timeline into a PNG, SVG or PDF file; see `fastpipe.visualize.plot` for the options."""
-    if not isinstance(timeline, Timeline):
-        raise TypeError(f"timeline: expected a Timeline, found {type(timeline).__name__}; simulate gives one")
     return visualize.plot(timeline, path, **options)
 
 
@@ -122,10 +119,15 @@ def compare(
     if isinstance(schedules, str) or not isinstance(schedules, Iterable):
         raise TypeError(f"schedules: expected a list of names, found the {type(schedules).__name__} {schedules!r}")
     check_flags(skip_impossible=skip_impossible)
+    check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    if isinstance(lanes, str) or not isinstance(lanes, Sequence):
+        lane_numbers(lanes, ())
     cost = CostModel() if cost is None else cost
     check_one_cost(cost)
     rows = []
     for work in schedules:
+        if not isinstance(work, Schedule):
+            find(work)  # a misspelt name is no impossible schedule
         try:
             rows.append(_row(_with_costs(work, num_ranks, num_microbatches, cost), cost, lanes))
         except ValueError as error:
@@ -170,8 +172,7 @@ def _row(schedule: Schedule, cost: CostModel, lanes: Lanes) -> Comparison:
 
 def check_one_cost(cost: CostModel) -> None:
     """Refuse costs by stage where schedules with other stages stand side by side."""
-    if not isinstance(cost, CostModel):
-        raise TypeError(f"cost: expected a CostModel, found {type(cost).__name__}")
+    check_type(CostModel, cost=cost)
     by_stage = [f.name for f in fields(cost) if isinstance(getattr(cost, f.name), Sequence)]
     if by_stage:
         raise ValueError(f"{by_stage[0]}: give one number for all stages, as the schedules compared differ in theirs")

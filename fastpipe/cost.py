@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastpipe.placement import plain
+from fastpipe.placement import as_path, check_index, check_type, plain
 from fastpipe.program import Channel, ChannelKind, Op
 from fastpipe.timeline import Timeline
 
@@ -102,6 +102,7 @@ class CostModel:
             if self.overlapped is not None:
                 return _of(self.overlapped, stage)
             return _of(self.forward, stage) + self._backward(pair_stage)
+        Op(op)  # refuses what is none
         return 0.0
 
     def _backward(self, stage: int) -> float:
@@ -156,7 +157,7 @@ class CostModel:
                 data[field.name] = list(value) if isinstance(value, tuple) else value
         text = json.dumps(data, indent=2) + "\n"
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            as_path(path).write_text(text, encoding="utf-8")
         return text
 
     @classmethod
@@ -195,6 +196,7 @@ class CostModel:
         the median over the transfers whose receiver was waiting; other sends last until their receiver is posted.
         Fused pairs have their own cost, as they take less than their parts.
         """
+        check_type(Timeline, timeline=timeline)
         seconds = timeline.median_seconds()
         stages = range(timeline.program.num_stages)
         forward, inputs, weights, both, fused = (
@@ -232,7 +234,7 @@ def json_of(path: str | Path) -> Iterator[Any]:
     text = str(path)
     is_text = "\n" in text
     with found_in("costs" if is_text else path):
-        text = text if is_text else Path(path).read_text(encoding="utf-8-sig")
+        text = text if is_text else as_path(path).read_text(encoding="utf-8-sig")
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -248,7 +250,7 @@ def shared_out(cost: CostModel, parts: float) -> CostModel:
 
 
 def _of(value: Any, stage: int) -> float:
-    return float(value[stage] if isinstance(value, tuple) else value)
+    return float(value[check_index("stage", stage, len(value))] if isinstance(value, tuple) else value)
 
 
 def _check(name: str, value: Any) -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from os import PathLike, fspath
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
 
 import numpy as np
 
@@ -37,6 +40,35 @@ def check_counts(**counts: Any) -> list[int]:
         if int(value) > most:
             raise ValueError(f"{name} = {value}: there are at most {most:,}; ask for fewer")
     return list(map(int, counts.values()))
+
+
+def check_index(name: str, value: Any, count: int) -> int:
+    """The index as Python's own; refuses, by name, what is no whole number below ``count``: -1 is not the last one."""
+    if not (is_whole(value) and value < count):
+        raise ValueError(f"{name} = {value!r}: give a whole number from 0 to {count - 1}")
+    return int(value)
+
+
+def check_type(expected: Any, hint: str = "", /, **given: Any) -> None:
+    """Refuse, by name, what is of none of these types.
+
+    Args:
+        expected: a type, or a union of types; None may be one of them.
+        hint: where to get one.
+    """
+    for name, value in given.items():
+        if not isinstance(value, expected):
+            names = ["None" if kind is NoneType else f"a {kind.__name__}" for kind in get_args(expected) or [expected]]
+            more = hint and f"; {hint}"
+            raise TypeError(f"{name}: expected {' or '.join(names)}, found {type(value).__name__}{more}")
+
+
+def as_path(path: Any, name: str = "path") -> Path:
+    """The path of a file or folder; refuses, by name, what is none."""
+    if not (isinstance(path, str | PathLike) and isinstance(fspath(path), str) and fspath(path)):
+        what = "folder" if name == "folder" else "file"
+        raise TypeError(f"{name} = {path!r}: give the name of a {what}, a str or a Path")
+    return Path(path)
 
 
 def check_flags(**flags: Any) -> None:
@@ -73,8 +105,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         (num_ranks,) = check_counts(num_ranks=self.num_ranks)
-        if not isinstance(self.name, str):
-            raise TypeError(f"name: expected a str, found {type(self.name).__name__}")
+        check_type(str, name=self.name)
         try:
             routes = tuple(map(tuple, self.routes))
         except TypeError:
@@ -147,15 +178,18 @@ class Placement:
         return len(self.routes)
 
     def route_of(self, microbatch: int, num_microbatches: int) -> int:
-        """The route that a microbatch takes: with two, the first half takes route 0."""
+        """The route that a microbatch takes: with two, the first half takes 0. ValueError for another microbatch."""
+        microbatch = check_index("microbatch", microbatch, *check_counts(num_microbatches=num_microbatches))
         return int(self.num_routes == 2 and microbatch >= num_microbatches // 2)
 
     def rank_of(self, stage: int, route: int = 0) -> int:
-        """The rank that computes ``stage`` on ``route``."""
-        return self.routes[route][stage]
+        """The rank that computes ``stage`` on ``route``; ValueError for numbers that there are not, -1 too."""
+        ranks = self.routes[check_index("route", route, self.num_routes)]
+        return ranks[check_index("stage", stage, self.num_stages)]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, ascending, those of every route."""
+        """The stages that a rank holds, ascending, those of every route; ValueError for another rank."""
+        rank = check_index("rank", rank, self.num_ranks)
         return tuple(s for s in range(self.num_stages) if any(route[s] == rank for route in self.routes))
 
     def stages_by_rank(self) -> list[tuple[int, ...]]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fastpipe.action import NONE, Action, ActionKind
 from fastpipe.errors import ProgramError
-from fastpipe.placement import Placement
+from fastpipe.placement import Placement, as_path, check_counts, check_type
 
 Columns = npt.NDArray[np.int32]
 """Seven rows (the fields of `Instruction`), one column an instruction."""
@@ -87,8 +87,12 @@ class Channel(NamedTuple):
         return f"{self.kind.name.lower()} {self.source}->{self.destination}"
 
     def peer_of(self, rank: int) -> int:
-        """The rank at the other end."""
-        return self.destination if rank == self.source else self.source
+        """The rank at the other end; ValueError for a rank at neither."""
+        if rank == self.source:
+            return self.destination
+        if rank == self.destination:
+            return self.source
+        raise ValueError(f"rank = {rank!r}: {self} has the ranks {self.source} and {self.destination}; give one")
 
 
 class Instruction(NamedTuple):
@@ -244,9 +248,13 @@ class Program:
     forward_only: bool = False
 
     def __post_init__(self) -> None:
+        check_type(Placement, placement=self.placement)
+        check_type(Sequence, channels=self.channels, columns=self.columns)
+        check_counts(num_microbatches=self.num_microbatches)
         if len(self.columns) != self.placement.num_ranks:
             raise ProgramError(f"columns: {self.placement.num_ranks} ranks need as many; found {len(self.columns)}")
         for rank, columns in enumerate(self.columns):
+            check_type(np.ndarray, **{f"columns of rank {rank}": columns})
             if columns.dtype != np.int32 or columns.ndim != 2 or len(columns) != len(FIELDS):
                 found = f"{columns.dtype} {columns.shape}"
                 raise ProgramError(f"columns of rank {rank}: {found}; give int32 ({len(FIELDS)}, instructions)")
@@ -302,7 +310,7 @@ class Program:
         rows = (",".join(str(a) for i in rank if (a := _transfer_or_compute(i, self.channels))) for rank in self)
         text = "".join(row + "\n" for row in rows)
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            as_path(path).write_text(text, encoding="utf-8")
         return text
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -323,7 +331,7 @@ class Program:
             }
         )
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            as_path(path).write_text(text, encoding="utf-8")
         return text
 
     @classmethod
@@ -335,7 +343,7 @@ class Program:
         """
         text = str(path)
         if "\n" not in text:
-            text = Path(path).read_text(encoding="utf-8-sig")
+            text = as_path(path).read_text(encoding="utf-8-sig")
         data = _read_json(text)
         channels = tuple(Channel(s, d, ChannelKind[kind.upper()]) for s, d, kind in data["channels"])
         try:
@@ -347,6 +355,7 @@ class Program:
         )
 
     def __getitem__(self, rank: int) -> RankProgram:
+        rank = range(self.num_ranks)[rank]  # -1 is the last
         return RankProgram(rank, self.columns[rank], self.channels)
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from fastpipe.action import COMMUNICATION_KINDS, COMPUTE_KINDS, Action, ActionKind
 from fastpipe.dependencies import Play
 from fastpipe.errors import ScheduleError
-from fastpipe.placement import Placement, check_flags, is_whole
+from fastpipe.placement import Placement, as_path, check_flags, check_type, is_whole
 
 Columns = npt.NDArray[np.int32]
 """Five rows (kind, stage, microbatch, pair_stage, pair_microbatch), one column an action."""
@@ -86,14 +86,14 @@ class Schedule:
         columns: Sequence[Columns],
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(placement, Placement):
-            raise TypeError(f"placement: expected a Placement, found {type(placement).__name__}; see Placement.custom")
+        check_type(Placement, "see Placement.custom", placement=placement)
+        check_type(str, name=name)
+        check_type(Mapping | None, options=options)
+        check_type(Sequence | np.ndarray, columns=columns)
         if len(columns) != placement.num_ranks:
             raise ScheduleError(f"columns: {placement.num_ranks} ranks need as many arrays; found {len(columns)}")
         if not (is_whole(num_microbatches, least=1) and num_microbatches <= MOST):
             raise ValueError(f"num_microbatches = {num_microbatches!r}: give a whole number from 1 to {MOST}")
-        if not isinstance(name, str):
-            raise TypeError(f"name: expected a str, found {type(name).__name__}")
         self.name = name
         self.placement = placement
         self.num_microbatches = int(num_microbatches)
@@ -113,8 +113,9 @@ class Schedule:
 
         None and blank texts are idle steps, as in `time_steps` and in CSV.
         """
-        if isinstance(orders, Mapping):
-            raise TypeError("orders is a dict: give a list with the order of every rank, from rank 0 on")
+        if isinstance(orders, Mapping) or not isinstance(orders, Iterable):
+            kind = type(orders).__name__
+            raise TypeError(f"orders is a {kind}: give a list with the order of every rank, from rank 0 on")
         columns = []
         for order in orders:
             try:
@@ -225,8 +226,6 @@ class Schedule:
 
         A chunk is the position of a stage among those of the rank; W is not listed.
         """
-        if not (is_whole(rank) and rank < self.num_ranks):
-            raise ValueError(f"rank = {rank!r}: ranks are 0 to {self.num_ranks - 1}")
         chunk = {stage: number + 1 for number, stage in enumerate(self.placement.stages_of(rank))}
         signs = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}
         return [
@@ -252,7 +251,7 @@ class Schedule:
             lines.append(",".join(cells + [""] * (width - len(cells))) + "\n")
         text = "".join(lines)
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            as_path(path).write_text(text, encoding="utf-8")
         return text
 
     @classmethod
@@ -268,9 +267,9 @@ class Schedule:
         text = str(path)
         if "\n" in text:
             return _from_text(text, name or "csv")
-        text = _read_text(Path(path))
+        text = _read_text(path := as_path(path))
         try:
-            return _from_text(text, name or Path(path).stem)
+            return _from_text(text, name or path.stem)
         except ScheduleError as error:
             raise ScheduleError(f"{path}: {error}") from None
 

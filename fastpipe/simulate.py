@@ -12,6 +12,7 @@ from fastpipe import native_plan
 from fastpipe.cost import CostModel, check_links
 from fastpipe.errors import ProgramError
 from fastpipe.machine import COALESCED, Lanes, Machine, lane_numbers
+from fastpipe.placement import check_type
 from fastpipe.program import Op, Program, RankProgram
 from fastpipe.timeline import Seconds, Timeline
 
@@ -29,8 +30,7 @@ def simulate_program(program: Program, cost: CostModel | None = None, *, lanes: 
         ValueError: for costs of other stages or ranks.
     """
     cost = CostModel() if cost is None else cost
-    if not isinstance(cost, CostModel):
-        raise TypeError(f"cost: expected a CostModel, found {type(cost).__name__}")
+    check_type(CostModel, cost=cost)
     cost.check(program.num_stages)
     check_links(cost, program.num_ranks)
     numbers = lane_numbers(lanes, program.channels)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastpipe.action import NONE
+from fastpipe.placement import check_index, check_type
 from fastpipe.program import COMPUTE_OPS, ChannelKind, Instruction, Op, Program
 
 Seconds = npt.NDArray[np.float64]
@@ -66,6 +67,13 @@ class Timeline:
     measured: bool = False
     lanes: Sequence[int] | None = None
     memory: Callable[[], tuple[float, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        check_type(Program, program=self.program)
+        sizes = [columns.shape[1:] for columns in self.program.columns]
+        for name, given in (("starts", self.starts), ("ends", self.ends)):
+            if not isinstance(given, Sequence) or list(map(np.shape, given)) != sizes:
+                raise ValueError(f"{name}: give for each rank the seconds of its instructions, in arrays {sizes}")
 
     @cached_property
     def _compute(self) -> list[npt.NDArray[np.intp]]:
@@ -179,7 +187,8 @@ class Timeline:
         return "compute" if instruction.channel < 0 else str(self.program.channels[instruction.channel])
 
     def compute_spans(self, rank: int) -> list[Span]:
-        """The compute of one rank, in order."""
+        """The compute of one rank, in order; ValueError for a rank that there is not."""
+        rank = check_index("rank", rank, self.program.num_ranks)
         return [self._span(rank, position) for position in self._compute[rank].tolist()]
 
     def median_seconds(self) -> dict[tuple[Op, int], float]:
@@ -221,6 +230,7 @@ class Timeline:
         Raises:
             ValueError: when the two are of different programs.
         """
+        check_type(Timeline, other=other)
         if [c.shape for c in self.program.columns] != [c.shape for c in other.program.columns]:
             raise ValueError("other: the timelines are of different programs; compare two of the same one")
         return [

@@ -20,6 +20,7 @@ from fastpipe import native_plan
 from fastpipe.action import COMMUNICATION_KINDS, COMPUTE_KINDS, NONE, STAGE_ONLY_KINDS, Action, ActionKind
 from fastpipe.dependencies import Event, Play, feeds, produces
 from fastpipe.errors import ScheduleError
+from fastpipe.placement import check_type
 from fastpipe.schedule import Schedule
 
 Done = dict[tuple[ActionKind, int, int], tuple[int, int]]
@@ -41,8 +42,7 @@ def validate_schedule(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: naming rank, position and action; for an order that cannot run, the cycle.
     """
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule: expected a Schedule, found {type(schedule).__name__}; see make_schedule")
+    check_type(Schedule, "see make_schedule", schedule=schedule)
     if native_plan.is_valid_schedule(schedule.without_transfers()):
         _check_transfers(schedule)
     else:

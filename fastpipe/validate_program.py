@@ -16,6 +16,7 @@ from fastpipe.action import NONE, ActionKind
 from fastpipe.dependencies import Event, feeds, needs, produces
 from fastpipe.errors import ProgramError
 from fastpipe.machine import COALESCED, Lanes, Machine, Outcome, Transfer, lane_numbers
+from fastpipe.placement import check_type
 from fastpipe.program import COMPUTE_OPS, Channel, ChannelKind, Instruction, Op, Program
 from fastpipe.shared_queue import check_one_queue, streams_share
 
@@ -47,8 +48,7 @@ def validate_program(program: Program, *, lanes: Lanes = "directed", queues: int
     Raises:
         ProgramError: naming rank, position and instruction; for a program that can hang, the cycle of waits.
     """
-    if not isinstance(program, Program):
-        raise TypeError(f"program: expected a Program, found {type(program).__name__}; lower gives one")
+    check_type(Program, "lower gives one", program=program)
     numbers = lane_numbers(lanes, program.channels)
     _check_distinct(program)
     if lanes == COALESCED:

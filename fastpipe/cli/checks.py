@@ -10,7 +10,6 @@ import platform
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from fastpipe import api
@@ -18,6 +17,7 @@ from fastpipe._version import __version__
 from fastpipe.cli import output, work
 from fastpipe.collectives import with_collectives
 from fastpipe.hardware_queues import queues_text
+from fastpipe.placement import as_path
 from fastpipe.runtime.native import native_status
 from fastpipe.schedule import Schedule
 from fastpipe.validate_program import validate_program
@@ -64,7 +64,7 @@ def convert(arguments: argparse.Namespace) -> None:
     if to_stdout:
         sys.stdout.write(text)
         return
-    path = Path(arguments.output)
+    path = as_path(arguments.output)
     with output.writing(path):
         path.write_text(text, encoding="utf-8")
     if arguments.json:

@@ -15,7 +15,7 @@ from fastpipe import api
 from fastpipe.cli.output import progress
 from fastpipe.cost import CostModel, shared_out
 from fastpipe.machine import COALESCED
-from fastpipe.placement import Placement
+from fastpipe.placement import Placement, as_path
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import check_size, find, make_schedule
@@ -28,7 +28,7 @@ def schedule_of(
     arguments: argparse.Namespace, name: str | None = None, cost: CostModel | None = None, *, share: bool = False
 ) -> Schedule:
     """The schedule that the arguments name: generated, for the costs if it looks at them, or read from a file."""
-    name = name or arguments.name
+    name = arguments.name if name is None else name
     if name.lower().endswith((".csv", ".json")):
         _refuse_numbers(arguments, name)
         return read_schedule(name)
@@ -67,7 +67,7 @@ def _refuse_numbers(arguments: argparse.Namespace, name: str) -> None:
 
 def read_schedule(name: str) -> Schedule:
     """A schedule from a CSV file, or from the JSON that `schedule_document` gives."""
-    path = Path(name)
+    path = as_path(name)
     if path.suffix.lower() != ".json":
         return Schedule.from_csv(path)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastpipe.cost import LARGEST, CostModel, PerLink, found_in, is_cost, json_of
 from fastpipe.partition import partition
-from fastpipe.placement import check_counts, plain
+from fastpipe.placement import check_counts, check_type, plain
 
 PerLayer = float | Sequence[float]
 """A number for every layer, or a sequence with one each."""
@@ -123,6 +123,7 @@ class LayerCosts:
         return values
 
     def _sum(self, name: str, part: range) -> float:
+        check_type(range, "LayerCosts.partition gives them", part=part)
         return math.fsum(self._all(name)[part.start : part.stop])
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastpipe.cost import CostModel, check_links
 from fastpipe.errors import ScheduleError
-from fastpipe.placement import Placement, check_counts, check_flags, is_whole, plain
+from fastpipe.placement import Placement, check_counts, check_flags, check_type, is_whole, plain
 from fastpipe.planner import candidates, engine, search
 from fastpipe.planner.candidates import evaluate
 from fastpipe.planner.engine import Clock
@@ -197,8 +197,7 @@ def _problem(
     num_ranks, most = check_counts(num_ranks=num_ranks, max_stages_per_rank=max_stages_per_rank)
     if objective not in OBJECTIVES:
         raise ValueError(f"objective = {objective!r}: use one of {', '.join(OBJECTIVES)}")
-    if placement is not None and not isinstance(placement, Placement):
-        raise TypeError(f"placement: expected a Placement or a Schedule, found {type(placement).__name__}")
+    check_type(Placement | Schedule | None, placement=placement)
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute = {recompute!r}: use one of {', '.join(RECOMPUTE)}")
     numbers = num_ranks, memory_of(memory), objective, most, placement, recompute

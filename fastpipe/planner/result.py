@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastpipe.placement import check_index
 from fastpipe.planner.problem import UNITS, Memory, human
 from fastpipe.schedule import Schedule
 from fastpipe.timeline import Timeline
@@ -89,6 +90,7 @@ class Plan:
 
     def recompute(self, stage: int, module: Any = None) -> str:
         """The policy of a stage, for ``Pipeline(recompute=plan.recompute)``."""
+        stage = check_index("stage", stage, self.schedule.num_stages)
         return "full" if self.recomputes is not None and self.recomputes[stage] else "none"
 
     @property

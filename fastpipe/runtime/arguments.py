@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from fastpipe.hardware_queues import queues_in_force
 from fastpipe.machine import Lanes
-from fastpipe.placement import check_counts, is_whole
+from fastpipe.placement import check_counts, check_flags, is_whole, plain
 from fastpipe.runtime.common import check_grad_dtype
 from fastpipe.runtime.model import Policy, Stages, check_policy
 from fastpipe.runtime.stage import ContextFactory, Stage, check_contexts
@@ -59,8 +60,7 @@ class ModelArguments:
         """
         check_policy(self.recompute)
         check_grad_dtype(self.grad_dtype)
-        _check_switch("fused_weight_grad", self.fused_weight_grad)
-        _check_switch("cache_carried", self.cache_carried)
+        check_flags(fused_weight_grad=self.fused_weight_grad, cache_carried=self.cache_carried)
         groups = [] if self.tied is None else self.tied
         if not (_is_list(groups) and all(isinstance(names, Sequence) for names in groups)):
             raise ValueError(f"tied = {self.tied!r}: give a list of groups of names, as in [('0.weight', '11.weight')]")
@@ -160,7 +160,7 @@ class ExecutionArguments:
                 f"mesh: its groups over {', '.join(ended)} have ended, as a step failed in a stage that used them; "
                 "start the processes again, or make a mesh in which these dimensions have other names"
             )
-        _check_switch("cuda_graph", self.cuda_graph)
+        check_flags(cuda_graph=self.cuda_graph)
         if self.audit is not None and not (_is_positive(self.audit) and self.audit <= 1):
             raise ValueError(
                 f"audit = {self.audit!r}: give the share of the microbatches of stages that another rank computes "
@@ -328,7 +328,9 @@ class Arguments:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:
-        """The groups of arguments by name; each group takes its own."""
+        """The groups of arguments by name; each group takes its own, NumPy's numbers as Python's."""
+        given = {name: plain(value) if isinstance(value, np.generic) else value for name, value in given.items()}
+        given |= {name: plain(given[name]) for name in ("split", "merge")}
         groups: Any = ModelArguments, ScheduleArguments, BatchArguments, ExecutionArguments
         return cls(*(group(**{field.name: given[field.name] for field in fields(group)}) for group in groups))
 
@@ -416,8 +418,3 @@ def _is_list(value: Any) -> bool:
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-def _check_switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} = {value!r}: give True or False")

@@ -59,7 +59,7 @@ from fastpipe.checkpoint_folder import (
     sync_folder,
 )
 from fastpipe.errors import StepError
-from fastpipe.placement import is_whole
+from fastpipe.placement import check_flags, check_type, is_whole
 from fastpipe.runtime.common import (
     Failure,
     FailureError,
@@ -445,6 +445,7 @@ def check_processes(pipe: Pipeline, group: Any = None) -> None:
         ValueError: if ``group`` lacks a process of the pipeline.
     """
     ranks = pipe._site.member.ranks
+    check_type(dist.ProcessGroup | None, group=group)
     if len(ranks) == 1:
         return
     if not dist.is_initialized():
@@ -539,7 +540,7 @@ def save_checkpoint(
         RuntimeError: if the last save in the background failed and its future was not read; if torch's process group
             has been destroyed; if another thread saves, loads or gathers outputs of another pipeline.
     """
-    _check_pipe(pipe)
+    check_pipe(pipe)
     optimizers = as_optimizers(optimizer)
     state: dict[str, Any] = {}
     writers: list[_Writer] = []
@@ -549,6 +550,7 @@ def save_checkpoint(
 
     def gather() -> Reply:
         _await_pending()
+        check_flags(asynchronous=asynchronous)
         check_processes(pipe, group)
         if keep is not None and not is_whole(keep, 1):
             raise ValueError(f"keep = {keep!r}: give a whole number of at least 1 (the new checkpoint counts), or None")
@@ -578,7 +580,8 @@ def save_checkpoint(
     return started[0] if started else None
 
 
-def _check_pipe(pipe: Any) -> None:
+def check_pipe(pipe: Any) -> None:
+    """Refuse another object, the path for example."""
     if not isinstance(pipe, Pipeline):
         raise TypeError(f"pipe is a {type(pipe).__name__}: give the Pipeline, as the second argument, after the path")
 
@@ -778,7 +781,7 @@ def load_checkpoint(
             optimizer and others none.
         StepError: if another rank cannot load.
     """
-    _check_pipe(pipe)
+    check_pipe(pipe)
     optimizers = as_optimizers(optimizer)
     names = names_of(pipe)
     state: dict[str, Any] = {}

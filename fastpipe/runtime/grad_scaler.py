@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fastpipe.placement import check_counts, check_flags, plain
 from fastpipe.runtime.common import by_mesh
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.pipeline import Pipeline
@@ -37,6 +38,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         TypeError: if ``pipe`` is not a Pipeline.
+        ValueError: for another number that is out of its range.
     """
 
     def __init__(
@@ -50,6 +52,13 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         if not isinstance(pipe, Pipeline):
             raise TypeError(f"pipe is of type {type(pipe).__name__}: give the Pipeline whose steps are to be scaled")
+        limits = {"init_scale": (0.0, math.inf), "growth_factor": (1.0, math.inf), "backoff_factor": (0.0, 1.0)}
+        for name, value in zip(limits, (init_scale, growth_factor, backoff_factor), strict=True):
+            least, most = limits[name]
+            if not (isinstance(plain(value), int | float) and least < value < most):
+                raise ValueError(f"{name} = {value!r}: give a number above {least:g} and below {most:g}")
+        check_counts(growth_interval=growth_interval)
+        check_flags(enabled=enabled)
         super().__init__(pipe.device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         # not the pipeline itself: its steps hold this, and it ends when the script drops it
         self._pipe: Any = weakref.proxy(pipe)

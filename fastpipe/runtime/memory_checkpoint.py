@@ -45,10 +45,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from fastpipe.checkpoint_folder import Manifest, locate
-from fastpipe.placement import is_whole
+from fastpipe.placement import as_path, check_type, is_whole
 from fastpipe.runtime.checkpoint import (
     as_optimizers,
     check_all_optimize,
+    check_pipe,
     check_processes,
     flat_state,
     load_checkpoint,
@@ -125,6 +126,7 @@ class MemoryCheckpoint:
         name: str | None = None,
         folder: str | os.PathLike[str] = torch_private.MEMORY_FOLDER,
     ) -> None:
+        check_pipe(pipe)
         self._pipe, self._optimizers = pipe, as_optimizers(optimizer)
         self._group: Any = None
         self._purpose = ""  # of the group, known when the ranks have named the job
@@ -141,7 +143,8 @@ class MemoryCheckpoint:
                 raise ValueError(
                     f"keep = {keep!r}: give a whole number of at least 1: on how many hosts a copy is kept"
                 )
-            if not Path(folder).is_dir():
+            check_type(str | None, name=name)
+            if not as_path(folder, "folder").is_dir():
                 raise ValueError(f"folder = {os.fspath(folder)!r}: there is no such folder; give a tmpfs of every host")
             return {"job": f"name={name}" if name else _job()}
 

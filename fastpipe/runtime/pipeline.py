@@ -8,13 +8,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import nn
 
 from fastpipe.cost import CostModel
-from fastpipe.placement import is_whole
+from fastpipe.placement import check_counts, check_flags, is_whole
 from fastpipe.planner import LayerCosts, Plan
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ModelArguments
@@ -63,6 +63,25 @@ from fastpipe.schedule import Schedule
 
 logger = logging.getLogger("fastpipe")
 __all__ = ["Pipeline", "StepResult"]
+
+
+_MODULES = "it is no nn.Module; the modules of this process's stages are in stage_modules"
+_TRAIN = "step(x, target=y) runs the forward and backward of a batch; then call optimizer.step() yourself"
+_MOVE = "pass device= to Pipeline, or convert or compile the layers before you pass them"
+_CLOSE = "there is nothing to call: it ends when nothing refers to it any more (del pipe)"
+_ELSEWHERE = {
+    **dict.fromkeys(("modules", "named_modules", "children", "buffers", "named_buffers", "module", "apply"), _MODULES),
+    **dict.fromkeys(("requires_grad_", "register_forward_hook", "register_full_backward_hook"), _MODULES),
+    **dict.fromkeys(("forward", "backward", "train_batch", "train_step", "training_step"), _TRAIN),
+    **dict.fromkeys(("to", "cuda", "cpu", "half", "bfloat16", "float", "double", "compile"), _MOVE),
+    **dict.fromkeys(("close", "shutdown", "stop", "destroy"), _CLOSE),
+    **dict.fromkeys(("eval_batch", "evaluate", "inference"), "eval_step(x, target=y) runs the forward of a batch"),
+    **dict.fromkeys(("save_checkpoint", "load_checkpoint"), "call fastpipe.save_checkpoint(path, pipe)"),
+    "zero_grad": "call optimizer.zero_grad(), of an optimizer made of pipe.parameters()",
+    "clip_grad_norm": "it is clip_grad_norm_(max_norm)",
+    "training": "train() and eval() set the mode; each of stage_modules has its own",
+}
+"""Where something is that users of modules and of other pipelines look for here."""
 
 
 class Pipeline:
@@ -493,6 +512,7 @@ class Pipeline:
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state is a {type(state).__name__}: pass the model's state_dict()")
+        check_flags(assign=assign)
         parts: list[tuple[nn.Module, str, list[str]]] = []
         check_equal(state, self._local.ties)
         state = assignable(state, self._local.ties, self.device) if assign else state
@@ -567,7 +587,8 @@ class Pipeline:
             return run(*args, target=target, trace=trace, **kwargs)
 
         inputs = (*args, target, *kwargs.values())
-        count = int(kwargs.get("num_microbatches") or self.num_microbatches)
+        given = kwargs.get("num_microbatches")
+        (count,) = check_counts(num_microbatches=self.num_microbatches if given is None else given)
         return profile(
             self._steps,
             call,
@@ -639,6 +660,13 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.schedule.name}: {self.num_ranks} ranks, {self.num_stages} stages>"
+
+    if not TYPE_CHECKING:  # a type checker reports these names itself
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _ELSEWHERE:
+                return object.__getattribute__(self, name)  # raises Python's own error
+            raise AttributeError(f"a Pipeline has no {name!r}: {_ELSEWHERE[name]}", name=name, obj=self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

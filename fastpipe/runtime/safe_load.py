@@ -119,7 +119,10 @@ def check_loadable(key: str, value: Any) -> None:
         return
     # these can always be loaded, and may be large
     file, emptied = io.BytesIO(), pytree.tree_map_only((torch.Tensor, np.ndarray), _emptied, value)
-    torch.save(emptied, file)
+    try:
+        torch.save(emptied, file)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise ValueError(f"{key} cannot be saved: {error}; leave it out, or save its state") from error
     file.seek(0)
     _load(key, file)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastpipe.placement import check_type
 from fastpipe.runtime.common import first_line, is_dtensor, listed
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.data_parallel import unwrapped
@@ -55,6 +56,7 @@ def load_safetensors(path: str | os.PathLike[str], pipe: Pipeline) -> None:
         ImportError: without the package safetensors.
         StepError: if another rank cannot load.
     """
+    check_type(Pipeline, pipe=pipe)
     call = f"load_safetensors of {path}"
     files: dict[str, Path] = {}
     sources: list[_Source] = []

@@ -40,10 +40,10 @@ def _placement(num_ranks: int, num_microbatches: int, stages_per_rank: int, plac
         where = Placement.bidirectional(num_ranks)
     else:
         where = (Placement.loop if placement == "loop" else Placement.wave)(num_ranks, stages_per_rank)
-    if stages_per_rank not in (1, where.num_stages / num_ranks):
+    held = where.num_stages * where.num_routes / num_ranks
+    if stages_per_rank not in (1, held):
         raise ValueError(
-            f"stages_per_rank = {stages_per_rank}: the placement has {where.num_stages} stages on {num_ranks} ranks; "
-            "leave stages_per_rank out"
+            f"stages_per_rank = {stages_per_rank}: the placement has {held:g} on a rank; leave stages_per_rank out"
         )
     if where.num_routes == 2 and num_microbatches % 2:
         raise ValueError(

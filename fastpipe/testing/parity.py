@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastpipe.placement import check_type
 from fastpipe.runtime.common import bytes_of, decoded, digest_of, encoded, keep_state, pytree, zero_grad_of
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.model import NamedTensor, Tie, TiedWeights, whole
@@ -247,6 +248,7 @@ def check_parity(
         raise TypeError(f"pipe is a {type(pipe).__name__}: give a Pipeline")
     if isinstance(model, str) or not isinstance(model, nn.Module | Sequence | None):
         raise TypeError(f"model is a {type(model).__name__}: give the unsplit model, or the list of its layers")
+    check_type(Mapping | None, kwargs=kwargs)
     unsplit = None if model is None else whole(model)
     count = pipe.num_microbatches if num_microbatches is None else num_microbatches
     with _restored(pipe, unsplit) as rewind:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastpipe.cost import CostModel, check_links
-from fastpipe.placement import Placement, check_counts, check_flags, plain
+from fastpipe.placement import Placement, check_counts, check_flags, check_type, plain
 from fastpipe.schedule import Schedule
 from fastpipe.theory.chains import Actions, Chains, RankView, rank_views
 from fastpipe.theory.closed_forms import MEASURES as MEASURES
@@ -86,8 +86,7 @@ def bounds(
     cost = _cost(cost)
     check_measure(measure)
     check_flags(in_bytes=in_bytes, fused=fused)
-    if not isinstance(work, Schedule | Placement):
-        raise TypeError(f"work: expected a Schedule or a Placement, found {type(work).__name__}")
+    check_type(Schedule | Placement, work=work)
     check_links(cost, work.num_ranks)
     if isinstance(work, Schedule):
         if num_microbatches is not None or memory is not None:
@@ -251,9 +250,9 @@ def _shortest_hop(cost: CostModel, p: int) -> float:
 
 
 def _cost(cost: CostModel | None) -> CostModel:
-    if not isinstance(cost, CostModel | None):
-        raise TypeError(f"cost: expected a CostModel, found {type(cost).__name__}")
-    return CostModel() if cost is None else cost
+    cost = CostModel() if cost is None else cost
+    check_type(CostModel, cost=cost)
+    return cost
 
 
 def _limits(memory: Memory, num_ranks: int) -> list[float]:

@@ -101,7 +101,7 @@ def bubble_formula(name: str, measure: str = "makespan") -> Formula:
         ValueError: where none is known.
     """
     check_measure(measure)
-    if (name, measure) not in BUBBLES:
+    if not isinstance(name, str) or (name, measure) not in BUBBLES:
         raise _unknown(name, f"bubble by {measure}", (known for known, by in BUBBLES if by == measure))
     return BUBBLES[name, measure]
 
@@ -323,7 +323,7 @@ def peak_formula(name: str) -> Formula:
     Raises:
         ValueError: where none is known.
     """
-    if name not in PEAKS:
+    if not isinstance(name, str) or name not in PEAKS:
         raise _unknown(name, "peak activations", PEAKS)
     return PEAKS[name]
 

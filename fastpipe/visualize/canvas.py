@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastpipe.placement import as_path, plain
 from fastpipe.program import Op
 from fastpipe.timeline import Timeline
 from fastpipe.visualize.colours import COLOURS, CRITICAL, KINDS, MEANINGS, shade
@@ -27,7 +28,7 @@ def checked_path(path: str | Path) -> Path:
         ImportError: when matplotlib is not installed.
         ValueError: for another suffix.
     """
-    path = Path(path)
+    path = as_path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"path = {str(path)!r}: the suffix says the format; use one of {', '.join(SUFFIXES)}")
     try:
@@ -35,6 +36,12 @@ def checked_path(path: str | Path) -> Path:
     except ImportError as error:
         raise ImportError("pictures need matplotlib, which is not installed: run `pip install matplotlib`") from error
     return path
+
+
+def check_size(name: str, size: Any, least: float, most: float, unit: str) -> None:
+    """Refuse a size in which there is no room, or that no viewer opens."""
+    if isinstance(size, bool) or not (isinstance(plain(size), int | float) and least <= size <= most):
+        raise ValueError(f"{name} = {size!r}: give {least:g} to {most:g} {unit}")
 
 
 def figure(width: float, height: float) -> Figure:

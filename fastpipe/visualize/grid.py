@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fastpipe.action import Action
-from fastpipe.placement import Placement
+from fastpipe.placement import Placement, check_counts, check_flags, check_type
 from fastpipe.schedule import Schedule
 from fastpipe.visualize.colours import COLOURS, channels, ink, shade
 
@@ -23,6 +23,9 @@ def grid(schedule: Schedule, *, width: int | None = None, colour: bool = False) 
     Returns:
         The text, without a line break at its end.
     """
+    check_type(Schedule, "see make_schedule", schedule=schedule)
+    check_counts(width=1 if width is None else width)
+    check_flags(colour=colour)
     rows = schedule.time_steps()
     texts = [["." if cell is None else "&".join(map(str, cell.parts)) for cell in row] for row in rows]
     steps = max(map(len, texts), default=0)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fastpipe.placement import as_path, check_type
 from fastpipe.program import Op
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import canvas, colours
@@ -43,7 +44,8 @@ def to_html(timeline: Timeline, path: str | Path) -> Path:
     Returns:
         The path.
     """
-    path = Path(path)
+    check_type(Timeline, timeline=timeline)
+    path = as_path(path)
     files = resources.files("fastpipe.visualize") / "html"
     text = (files / "page.html").read_text(encoding="utf-8")
     parts = {

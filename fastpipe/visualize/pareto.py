@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import reprlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fastpipe.placement import check_type
 from fastpipe.visualize import canvas
 from fastpipe.visualize.colours import COLOURS
 
@@ -56,10 +58,10 @@ def pareto(
         rows: what `fastpipe.compare` returned; rows without numbers are left out.
         path: the file; its suffix says the format: .png, .svg or .pdf.
         title: the heading.
-        dpi: pixels an inch of a PNG.
+        dpi: pixels an inch of a PNG, 10 to 2400.
         chosen: the name of the one that is ringed.
         others: drawn as small grey points, without names: variants of `rows`.
-        limit: of the memory, in the unit of ``peak_memory``; drawn as a line.
+        limit: of the memory, in the unit of ``peak_memory``; drawn as a line, where it is within the picture.
         memory_label: what the axis of ``peak_memory`` is called.
 
     Returns:
@@ -70,16 +72,24 @@ def pareto(
         ValueError: for a suffix that is no format, or no row with numbers.
     """
     path = canvas.checked_path(path)
-    shown = _with_numbers(rows)
+    canvas.check_size("dpi", dpi, 10, 2400, "pixels an inch")
+    check_type(str | None, title=title, chosen=chosen)
+    check_type(str, memory_label=memory_label)
+    if limit is not None:
+        canvas.check_size("limit", limit, 0, math.inf, "in the unit of peak_memory")
+    shown, unnamed = _with_numbers("rows", rows), _with_numbers("others", others)
     if not shown:
         raise ValueError("rows: none has numbers, so there is nothing to draw")
+    if chosen is not None and chosen not in (names := [row.name for row in shown]):
+        raise ValueError(f"chosen = {chosen!r}: no row has this name; there are {', '.join(names)}")
     figure = canvas.figure(_WIDTH, _HEIGHT)
     size = (_WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM)
     axes = figure.add_axes((_LEFT / _WIDTH, _BOTTOM / _HEIGHT, size[0] / _WIDTH, size[1] / _HEIGHT))
-    unnamed = _with_numbers(others)
     places = {_place(row) for row in (*shown, *unnamed)}
     points, rest = _merged(shown, places), _merged(unnamed, places)
     _frame(axes, points + rest, canvas.literal(memory_label))
+    left, right = axes.get_xlim()
+    limit = None if limit is None or not left <= limit <= right else limit
     _draw_rest(axes, rest, limit)
     _draw_front(axes, {point[:2] for point in points + rest if point[3]})
     _draw_points(axes, points)
@@ -93,7 +103,11 @@ def pareto(
     return canvas.save(figure, path, dpi)
 
 
-def _with_numbers(rows: Iterable[Compared]) -> list[Compared]:
+def _with_numbers(name: str, rows: Iterable[Compared]) -> list[Compared]:
+    rows = list(rows) if isinstance(rows, Iterable) else [rows]
+    for row in rows:
+        if not hasattr(row, "bubble_fraction"):
+            raise TypeError(f"{name}: expected what fastpipe.compare returned, found {reprlib.repr(rows)}")
     return [row for row in rows if math.isfinite(row.bubble_fraction) and math.isfinite(row.peak_memory)]
 
 

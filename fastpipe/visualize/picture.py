@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastpipe.placement import check_flags, plain
+from fastpipe.placement import check_flags, check_type
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import canvas
 from fastpipe.visualize.rows import Panel
@@ -63,13 +63,13 @@ def plot(
         ValueError: for a suffix that is no format, or a size that is none.
     """
     path = canvas.checked_path(path)
-    _check_size("width", width, 2, 200, "inches")
-    _check_size("row_height", 1 if row_height is None else row_height, 0.01, 20, "inches")
-    _check_size("dpi", dpi, 10, 2400, "pixels an inch")
+    canvas.check_size("width", width, 2, 200, "inches")
+    canvas.check_size("row_height", 1 if row_height is None else row_height, 0.01, 20, "inches")
+    canvas.check_size("dpi", dpi, 10, 2400, "pixels an inch")
     check_flags(labels=labels, critical_path=critical_path, transfers=False if transfers is None else transfers)
-    for name, value, kind in (("against", against, Timeline), ("title", title, str)):
-        if not isinstance(value, kind | None):
-            raise TypeError(f"{name}: expected a {kind.__name__} or None, found {type(value).__name__}")
+    check_type(Timeline, "simulate gives one", timeline=timeline)
+    check_type(Timeline | None, against=against)
+    check_type(str | None, title=title)
     shown = [timeline] if against is None else [timeline, against]
     height = (
         row_height if row_height is not None else min(0.42, max(0.13, 6.5 / max(t.program.num_ranks for t in shown)))
@@ -86,12 +86,6 @@ def plot(
         canvas.legend_handles(shown, critical_path=critical_path, transfers=lines),
     )
     return canvas.save(figure, path, dpi)
-
-
-def _check_size(name: str, size: Any, least: float, most: float, unit: str) -> None:
-    """Refuse a size in which there is no room, or that no viewer opens."""
-    if isinstance(size, bool) or not (isinstance(plain(size), int | float) and least <= size <= most):
-        raise ValueError(f"{name} = {size!r}: give {least:g} to {most:g} {unit}")
 
 
 def _layout(shown: Sequence[Timeline], width: float, row_height: float, dpi: int) -> tuple[Figure, list[Panel]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastpipe.action import NONE, Action, ActionKind
+from fastpipe.placement import as_path, check_type
 from fastpipe.timeline import Timeline
 from fastpipe.visualize.bars import Bars, Transfers, bars, transfers
 
@@ -32,7 +33,8 @@ def to_chrome_trace(timeline: Timeline, path: str | Path) -> Path:
     Returns:
         The path.
     """
-    path = Path(path)
+    check_type(Timeline, timeline=timeline)
+    path = as_path(path)
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for number, event in enumerate(trace_events(timeline)):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining.microbatch import _Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fastpipe import Pipeline, StepError, check_parity, make_schedule
+from fastpipe import GradScaler, Pipeline, StepError, check_parity, make_schedule
 from fastpipe.runtime import construction
 from fastpipe.runtime.common import lost_peer, torch_private
 from fastpipe.runtime.model import check_device
@@ -387,6 +387,54 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.eval_step(X, target=Y, trace=torch.ones(len(X))),
         "trace is a Tensor: it is whether the result has the times of all ranks",
     ),
+    "no flag": (
+        {},
+        lambda p: p.step(X, target=Y, gather_outputs="no"),  # type: ignore[arg-type]
+        "gather_outputs is a str: it is whether every rank gets the outputs, a bool",
+    ),
+    "no number": (
+        {},
+        lambda p: p.eval_step(X, num_microbatches=2.0),  # type: ignore[arg-type]
+        "num_microbatches = 2.0: give a whole number of at least 1",
+    ),
+    "a list": (
+        {},
+        lambda p: p.step(X, target=Y, num_microbatches=[2]),  # type: ignore[arg-type]
+        r"num_microbatches = \[2\]: give a whole number of at least 1",
+    ),
+    "a profile": ({}, lambda p: p.profile(X, target=Y, num_microbatches="2"), "num_microbatches = '2': give a whole"),
+    "another parity": (
+        {},
+        lambda p: check_parity(p, LAYERS, (X, Y), kwargs=5),  # type: ignore[arg-type]
+        "kwargs: expected a Mapping or None, found int",
+    ),
+    "layers that are none": (
+        {},
+        lambda p: check_parity(p, [5], (X, Y)),  # type: ignore[list-item]
+        r"model\[0\] is a int: give nn.Modules",
+    ),
+    "clipping": (
+        {},
+        lambda p: p.clip_grad_norm_(1.0, error_if_nonfinite="no"),  # type: ignore[arg-type]
+        "error_if_nonfinite = 'no': give True or False",
+    ),
+    "a state": (
+        {},
+        lambda p: p.load_state_dict(p.state_dict(), assign="no"),  # type: ignore[arg-type]
+        "assign = 'no': give True or False",
+    ),
+    "a scaler": ({}, lambda p: GradScaler(p, math.nan), "init_scale = nan: give a number above 0 and below inf"),
+    "a scaler's factor": ({}, lambda p: GradScaler(p, backoff_factor=1), "backoff_factor = 1: give .* below 1"),
+    "a scaler's interval": (
+        {},
+        lambda p: GradScaler(p, growth_interval=1.5),  # type: ignore[arg-type]
+        "growth_interval = 1.5: give a whole number",
+    ),
+    "a jagged batch": (
+        {},
+        lambda p: p.step(torch.nested.as_nested_tensor([X[:2], X[2:]], layout=torch.jagged), target=Y),
+        "the input is a tensor of layout torch.jagged, .* or make it dense by to_padded_tensor",
+    ),
     "what cannot be handed on": (
         {"stages": [Block(), Wordy(), Block(), Block()]},
         lambda p: p.step(X, target=Y),
@@ -436,6 +484,53 @@ def test_what_is_not_dense_is_refused(convert: Callable[[torch.Tensor], torch.Te
     pipe = build(stages=[Converts(convert), TwoInputs(), *LAYERS[2:]], executor=executor, num_ranks=4)
     with pytest.raises(ValueError, match="sparse, nested or quantized tensor to another rank"):
         pipe.step(X, target=Y)
+
+
+class Padded(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nested.to_padded_tensor(self.layer(x), 0.0, (2, 3, WIDTH))
+
+
+def test_jagged_microbatches_can_be_profiled() -> None:
+    pipe = build(stages=[Padded(nn.Linear(WIDTH, WIDTH)), *LAYERS[1:]], loss_fn=lambda output, _: output.sum())
+    batch = [torch.nested.as_nested_tensor([X[:2], X[2:5]], layout=torch.jagged) for _ in range(4)]
+    assert min(pipe.profile(batch, target=Y, num_steps=1).per_stage("stage_bytes", 2)) > 0
+
+
+def test_numbers_of_numpy_are_as_good() -> None:
+    two: Any = np.int64(2)
+    pipe = build(
+        num_microbatches=two,
+        num_ranks=two,
+        stages_per_rank=np.int32(1),
+        timeout=np.float32(60),
+        split={0: two - two},
+        partition=[two, two],
+    )
+    assert [type(number) for number in (pipe.num_microbatches, pipe.num_ranks, pipe.num_stages)] == [int] * 3
+    assert pipe.step(X, target=Y, num_microbatches=two).loss == pipe.step(X, target=Y).loss
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("zero_grad", "a Pipeline has no 'zero_grad': call optimizer.zero_grad()"),
+        ("to", "a Pipeline has no 'to': pass device= to Pipeline"),
+        ("close", "a Pipeline has no 'close': there is nothing to call"),
+        ("train_batch", r"a Pipeline has no 'train_batch': step\(x, target=y\)"),
+        ("modules", "a Pipeline has no 'modules': .* stage_modules"),
+        ("stp", "^'Pipeline' object has no attribute 'stp'$"),
+    ],
+)
+def test_names_of_other_libraries_are_told_what_to_call(name: str, hint: str) -> None:
+    pipe = build()
+    assert not hasattr(pipe, name)
+    with pytest.raises(AttributeError, match=hint):
+        getattr(pipe, name)
 
 
 @pytest.mark.parametrize("place", ["whole", "list", "target"])

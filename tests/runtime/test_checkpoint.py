@@ -21,7 +21,15 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from fastpipe import MemoryCheckpoint, Pipeline, latest_checkpoint, load_checkpoint, make_schedule, save_checkpoint
+from fastpipe import (
+    MemoryCheckpoint,
+    Pipeline,
+    latest_checkpoint,
+    load_checkpoint,
+    load_safetensors,
+    make_schedule,
+    save_checkpoint,
+)
 from fastpipe.runtime import checkpoint
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
@@ -682,3 +690,11 @@ def test_a_path_that_is_none_and_arguments_in_another_order(tmp_path: Path) -> N
             call(pipe, tmp_path)  # type: ignore[operator]
         with pytest.raises(TypeError, match="path = None: give the path of a folder"):
             call(None, pipe)  # type: ignore[operator]
+        with pytest.raises(TypeError, match="group: expected a ProcessGroup or None, found str"):
+            call(tmp_path, pipe, group="all")  # type: ignore[operator]
+    with pytest.raises(ValueError, match="asynchronous = 'no': give True or False"):
+        save_checkpoint(tmp_path, pipe, asynchronous="no")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="extra cannot be saved: .*lambda.*; leave it out"):
+        save_checkpoint(tmp_path, pipe, extra=lambda: None)
+    with pytest.raises(TypeError, match="pipe: expected a Pipeline, found NoneType"):
+        load_safetensors(tmp_path, None)  # type: ignore[arg-type]

@@ -309,6 +309,15 @@ def with_halves_of_bytes(folder: Path) -> None:
         (lambda folder: make(folder)[2].save(torch.eye(2).as_subclass(Sub)), r"^extra has a tests\..*\.Sub, which"),
         (with_a_state_of_its_own_class, r"^optimizer, '.*\.momentum', has a tests\..*\.Sub, which is not copied"),
         (lambda folder: make(folder)[2].save(Level.LOW), r"^extra has a tests\..*\.Level, which is not copied"),
+        (lambda folder: MemoryCheckpoint(folder), "pipe is a .*Path: give the Pipeline"),  # type: ignore[arg-type]
+        (
+            lambda folder: MemoryCheckpoint(pipeline("1f1b", 2), name=5, folder=folder),  # type: ignore[arg-type]
+            "name: expected a str or None, found int",
+        ),
+        (
+            lambda folder: MemoryCheckpoint(pipeline("1f1b", 2), name="a", folder=5),  # type: ignore[arg-type]
+            "folder = 5: give the name of a folder",
+        ),
         (with_foreign_folder, "is not this user's private folder"),
     ],
 )
@@ -317,7 +326,7 @@ def test_what_is_refused(
 ) -> None:
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):
         call(tmp_path)
 
 

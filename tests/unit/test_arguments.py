@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 import fastpipe
-from fastpipe import CostModel, Placement, Schedule, formulas
+from fastpipe import Action, CostModel, Op, Placement, Program, Schedule, formulas
 from fastpipe.bounds import any_placement_bounds, bounds
-from fastpipe.visualize import to_chrome_trace
+from fastpipe.visualize import grid, pareto, to_chrome_trace, to_html
 
 SCHEDULE: Any = fastpipe.make_schedule("1f1b", num_ranks=2, num_microbatches=3)
 PROGRAM: Any = fastpipe.lower(SCHEDULE)
+TIMELINE: Any = fastpipe.simulate(PROGRAM)
+PLAN = fastpipe.plan(CostModel(), num_ranks=2, num_microbatches=2, effort=0, placement=Placement.loop(2))
+ROWS = fastpipe.compare(["1f1b"], num_ranks=2, num_microbatches=3)
 ANY: Any = fastpipe
 """The public functions, called with types that they do not take."""
 
@@ -122,8 +125,50 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: Schedule.from_actions("x", Placement.loop(1), float("inf"), [[]]), "num_microbatches = inf"),  # type: ignore[arg-type]
     (lambda: Schedule.from_actions(["x"], Placement.loop(1), 1, [[]]), "name: expected a str"),  # type: ignore[arg-type]
     (lambda: Schedule.from_actions("x", Placement.loop(1), 1, [[0]]), "rank 0: give each action"),  # type: ignore[list-item]
-    (lambda: SCHEDULE.chunk_order(-1), "rank = -1: ranks are 0 to 1"),
-    (lambda: SCHEDULE.chunk_order(2), "rank = 2: ranks are 0 to 1"),
+    (lambda: Placement.loop(2).rank_of(-1), "stage = -1: give a whole number from 0 to 1"),
+    (lambda: Placement.loop(2).rank_of(0, 1), "route = 1: give a whole number from 0 to 0"),
+    (lambda: Placement.bidirectional(2).route_of(4, 4), "microbatch = 4: give a whole number from 0 to 3"),
+    (lambda: Placement.loop(2).route_of(0, None), "num_microbatches = None: give a whole number"),  # type: ignore[arg-type]
+    (lambda: Placement.loop(2).stages_of(2), "rank = 2: give a whole number from 0 to 1"),
+    (lambda: PROGRAM.channels[0].peer_of(2), "rank = 2: activation 0->1 has the ranks 0 and 1"),
+    (lambda: TIMELINE.compute_spans(-1), "rank = -1: give a whole number from 0 to 1"),
+    (lambda: TIMELINE.difference(SCHEDULE), "other: expected a Timeline, found Schedule"),
+    (lambda: TIMELINE.to_html(5), "path = 5: give the name of a file"),
+    (lambda: TIMELINE.to_chrome_trace(""), "path = '': give the name of a file"),
+    (lambda: TIMELINE.plot(b"x.png"), "path = b'x.png': give the name of a file"),
+    (lambda: ANY.Timeline(SCHEDULE, [], []), "program: expected a Program, found Schedule"),
+    (lambda: ANY.Timeline(PROGRAM, TIMELINE.starts, TIMELINE.ends[:1]), "ends: give for each rank the seconds"),
+    (lambda: Schedule.from_csv(None), "path = None: give the name of a file"),  # type: ignore[arg-type]
+    (lambda: CostModel.from_timeline(SCHEDULE), "timeline: expected a Timeline, found Schedule"),
+    (lambda: CostModel(backward_weight=[1, 2]).compute_seconds(Op.OVERLAP_F_B, 0), "stage = -1: give a whole number"),
+    (lambda: CostModel().compute_seconds("F", 0), "'F' is not a valid Op"),  # type: ignore[arg-type]
+    (lambda: Action.overlap(None, None), "OVERLAP_F_B takes an F and a B"),  # type: ignore[arg-type]
+    (lambda: Program("x", None, 1, (), ()), "placement: expected a Placement, found NoneType"),  # type: ignore[arg-type]
+    (lambda: Program("x", Placement.loop(1), 0, (), ()), "num_microbatches = 0: give a whole number"),
+    (lambda: Program("x", Placement.loop(1), 1, (), ([[0]],)), "columns of rank 0: expected a ndarray, found list"),  # type: ignore[arg-type]
+    (lambda: Schedule("x", Placement.loop(1), 1, 5), "columns: expected a Sequence or a ndarray, found int"),  # type: ignore[arg-type]
+    (lambda: Schedule("x", Placement.loop(1), 1, [], "no"), "options: expected a Mapping or None, found str"),  # type: ignore[arg-type]
+    (lambda: Schedule.from_actions("x", Placement.loop(1), 1, None), "orders is a NoneType: give a list"),  # type: ignore[arg-type]
+    (lambda: fastpipe.LayerCosts(4).parameters([[0, 2], [2, 4]]), "part: expected a range, found list"),  # type: ignore[list-item]
+    (lambda: formulas.bubble_formula(["1f1b"]), "name = ['1f1b']: no closed form"),  # type: ignore[arg-type]
+    (lambda: ANY.compare(["x"], num_ranks=2, num_microbatches=2, skip_impossible=True), "schedule name = 'x'"),
+    (lambda: ANY.compare([], num_ranks=0, num_microbatches=2, skip_impossible=True), "num_ranks = 0: give a whole"),
+    (lambda: ANY.compare([], num_ranks=2, num_microbatches=2, lanes="x"), "lanes = 'x': use 'directed'"),
+    (lambda: PLAN.recompute(2), "stage = 2: give a whole number from 0 to 1"),
+    (lambda: grid(PROGRAM), "schedule: expected a Schedule, found Program"),  # type: ignore[arg-type]
+    (lambda: grid(SCHEDULE, width=0), "width = 0: give a whole number of at least 1"),
+    (lambda: grid(SCHEDULE, colour="no"), "colour = 'no': give True or False"),  # type: ignore[arg-type]
+    (lambda: to_html(SCHEDULE, "x.html"), "timeline: expected a Timeline, found Schedule"),
+    (lambda: to_chrome_trace(SCHEDULE, "x.json"), "timeline: expected a Timeline, found Schedule"),
+    (lambda: pareto(ROWS, "x.png", dpi=0), "dpi = 0: give 10 to 2400 pixels an inch"),
+    (lambda: pareto(ROWS, "x.png", limit=float("nan")), "limit = nan: give 0 to inf in the unit of peak_memory"),
+    (lambda: pareto(ROWS, "x.png", title=5), "title: expected a str or None, found int"),  # type: ignore[arg-type]
+    (lambda: pareto(ROWS, "x.png", memory_label=None), "memory_label: expected a str, found NoneType"),  # type: ignore[arg-type]
+    (lambda: pareto(ROWS, "x.png", chosen="x"), "chosen = 'x': no row has this name; there are 1f1b"),
+    (lambda: pareto(ROWS, "x.png", others=[1]), "others: expected what fastpipe.compare returned, found [1]"),  # type: ignore[list-item]
+    (lambda: pareto(None, "x.png"), "rows: expected what fastpipe.compare returned, found [None]"),  # type: ignore[arg-type]
+    (lambda: SCHEDULE.chunk_order(-1), "rank = -1: give a whole number from 0 to 1"),
+    (lambda: SCHEDULE.chunk_order(2), "rank = 2: give a whole number from 0 to 1"),
 ]
 
 

@@ -296,6 +296,8 @@ def test_help_says_whether_costs_can_be_by_stage(command: str, by_stage: bool, c
         (["show", "nope"], "no such schedule"),
         (["schedules", "nope"], "no such schedule"),
         (["show", "missing.CSV"], "error: missing.CSV: No such file"),
+        (["validate", ""], "path = '': give the name of a file"),
+        (["plot", "1f1b", "-p", "2", "-m", "2", "--against", ""], "schedule name = ''"),
         (["show", "1f1b", "--ranks", "0", "--microbatches", "8"], "--ranks"),
         (["show", "1f1b", "--ranks", "4", "--microbatches", "eight"], "eight"),
         (["show", "1f1b", "--ranks", "9999999999", "--microbatches", "8"], "from 1 to 999999999"),

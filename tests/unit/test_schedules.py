@@ -265,6 +265,12 @@ def test_refused_with_the_numbers(name, p, m, options, message):
         make_schedule(name, num_ranks=p, num_microbatches=m, **options)
 
 
+def test_a_bidirectional_placement_has_two_stages_a_rank():
+    """As many as a rank holds may be named, of routes too."""
+    numbers = {"num_ranks": 4, "num_microbatches": 8, "placement": "bidirectional"}
+    assert make_schedule("forward_only", stages_per_rank=2, **numbers) == make_schedule("forward_only", **numbers)
+
+
 def test_what_is_refused_could_deadlock():
     """Groups smaller than the ranks; the smaller group first."""
     with pytest.raises(fastpipe.ScheduleError, match="waits in a cycle"):

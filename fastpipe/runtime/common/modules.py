@@ -206,8 +206,9 @@ class SavedBytes:
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """On this process, also of a DTensor."""
-    return without_wait(local_part(tensor)).untyped_storage()
+    """On this process, also of a DTensor; of a nested tensor that of its values."""
+    local = without_wait(local_part(tensor))
+    return (local.values() if local.is_nested else local).untyped_storage()
 
 
 def on_meta(modules: Iterable[nn.Module]) -> bool:

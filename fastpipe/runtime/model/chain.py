@@ -439,6 +439,19 @@ def as_layers(stages: Any) -> Layers | None:
     return Layers(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else None
 
 
+def check_modules(name: str, layers: Any) -> None:
+    """Refuse, by name, what is no list of modules."""
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"{name} is a {type(layers).__name__}: give the list of the model's layers")
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(
+                f"{name}[{index}] is a {type(layer).__name__}: give nn.Modules; call a function in the forward of one, "
+                "and instead of a class or a recipe give the layer, made under torch.device('meta') (see Layers on "
+                "meta in docs/guide.md)"
+            )
+
+
 def has_own_forward(model: Any) -> bool:
     """Whether it is a list of modules with a forward other than calling its members in sequence."""
     is_list = isinstance(model, nn.Sequential | nn.ModuleList)
@@ -533,6 +546,7 @@ def whole(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     """The model as one module, also if it is given as layers."""
     if isinstance(model, nn.Module) and (has_own_forward(model) or not isinstance(model, nn.ModuleList)):
         return model
+    check_modules("model", model)
     layers = as_layers(model)
     assert layers is not None, "a model is a module or the list of its layers"
     return layers.chain(range(len(layers)))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpipe.partition import partition as partition_layers
+from fastpipe.placement import is_whole
 from fastpipe.runtime.common import (
     KeptAttributes,
     SavedBytes,
@@ -34,6 +35,7 @@ from fastpipe.runtime.model.chain import (
     as_arguments,
     as_inputs,
     as_layers,
+    check_modules,
     selected,
     split_carried,
 )
@@ -69,6 +71,7 @@ def layer_costs(
         ValueError: for an unknown ``by``, no layers, or a missing example.
     """
     measures = {"flops": _flops, "seconds": _seconds, "activation_bytes": _activation_bytes, "memory": _memory}
+    check_modules("layers", layers)
     listed = list(layers)
     if not listed:
         raise ValueError("layers is empty: give the list of the model's layers")
@@ -287,13 +290,7 @@ def layer_ranges(layers: Sequence[nn.Module] | None, num_stages: int, partition:
         if isinstance(partition, str) and partition == "layers":  # an array is compared by element
             return []
         raise _cut_already(partition)
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, nn.Module):
-            raise TypeError(
-                f"stages[{index}] is a {type(layer).__name__}: give nn.Modules; call a function in the forward of one, "
-                "and instead of a class or a recipe give the layer, made under torch.device('meta') (see Layers on "
-                "meta in docs/guide.md)"
-            )
+    check_modules("stages", layers)
     if isinstance(partition, str) and partition in ("layers", "parameters"):
         _check_count(len(layers), num_stages)
         return partition_layers(len(layers) if partition == "layers" else layer_costs(layers, by=partition), num_stages)
@@ -340,7 +337,7 @@ def _check_count(num_layers: int, num_stages: int) -> None:
 
 def _explicit(given: list[Any], num_layers: int, num_stages: int) -> list[range]:
     counts = [len(count) if isinstance(count, range) else count for count in given]
-    if len(counts) != num_stages or any(not isinstance(c, int) or c < 1 for c in counts) or sum(counts) != num_layers:
+    if len(counts) != num_stages or not all(is_whole(c, least=1) for c in counts) or sum(counts) != num_layers:
         raise ValueError(
             f"partition = {counts}: give {num_stages} numbers of at least 1, one per stage, that sum to the "
             f"{num_layers} layers; for a stage that computes nothing add an nn.Identity() to the layers"

@@ -38,6 +38,7 @@ from fastpipe.runtime.model.chain import (
     as_inputs,
     as_layers,
     check_forward,
+    check_modules,
     check_whole_unhooked,
     selected,
 )
@@ -117,6 +118,7 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
             "as a list; supported models of Hugging Face need no example"
         )
     if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
+        check_modules("model", model)
         layers = as_layers(model)
         if not layers:
             raise ValueError("model has no layers: give at least one")

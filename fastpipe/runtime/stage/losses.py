@@ -261,7 +261,7 @@ def add_loss(value: torch.Tensor, name: str = "added") -> None:
     if torch_private.graph_task() != -1 and (losses is None or torch_private.is_recomputing()):
         return  # this was added in the forward
     if losses is not None:
-        losses.append(_checked(value, name), name)
+        losses.append(value, name)
     elif torch.is_grad_enabled():
         raise RuntimeError(
             f"add_loss({name!r}): there is no step to add it to; call the model within "
@@ -317,7 +317,7 @@ class AddedLosses:
                 f"add_loss({name!r}): gradients are off here, so that its gradient would be lost; in a checkpoint use "
                 "use_reentrant=False, or return the value from the checkpoint (or from no_grad) and add it outside"
             )
-        self.values.append((name, value))
+        self.values.append((name, _checked(value, name)))
 
     @property
     def total(self) -> torch.Tensor | float:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpipe.errors import StepError
+from fastpipe.placement import check_flags
 from fastpipe.runtime.common import (
     decoded,
     dtype_name,
@@ -320,6 +321,7 @@ def clip_grad_norm(
 
     def arguments() -> tuple[float, Reply]:
         # an error here is an error on every rank, so no rank hangs
+        check_flags(error_if_nonfinite=error_if_nonfinite)
         limit, order = check_limits(max_norm, norm_type)
         return order, {"arguments": [limit, order, bool(error_if_nonfinite)]}
 

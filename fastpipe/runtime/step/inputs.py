@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -184,10 +185,11 @@ def _check_request(request: Request, batch: BatchArguments) -> None:
         raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
     own: dict[str, tuple[Any, str]] = {
         "index": (request.index, "the number of the batch, an int"),
+        "gather_outputs": (request.gathers_outputs, "whether every rank gets the outputs, a bool"),
         "trace": (request.traces, "whether the result has the times of all ranks, a bool"),
     }
     for name, (value, what) in own.items():
-        if value is not None and not isinstance(value, Integral):
+        if value is not None and not isinstance(value, Integral | np.bool_):
             raise ValueError(
                 f"{name} is a {type(value).__name__}: it is {what}, and no layer gets it; rename an argument of a "
                 "layer that has this name"

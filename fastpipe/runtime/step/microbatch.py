@@ -151,9 +151,10 @@ def _split_leaf(
     if shares_single_rows and (leaf.dim() == 0 or leaf.shape[0] == 1):
         return [leaf] * num_microbatches
     if leaf.layout is not torch.strided:
+        dense = "to_padded_tensor" if leaf.is_nested else "to_dense"
         raise ValueError(
             f"{name} is a tensor of layout {leaf.layout}, which cannot be split: give a list of microbatches, "
-            f"say how to split it with split={{{key!r}: function}}, or make it dense by to_dense()"
+            f"say how to split it with split={{{key!r}: function}}, or make it dense by {dense}()"
         )
     if not -leaf.dim() <= dim < leaf.dim():
         raise ValueError(

@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from fastpipe.placement import check_counts
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
     Calls,
@@ -318,6 +319,8 @@ class Steps:
                 "step computes gradients, and was called under torch.no_grad() or torch.inference_mode(): call "
                 "eval_step, or step outside of it"
             )
+        if type(request.num_microbatches) is not int:  # NumPy's is as good
+            check_counts(num_microbatches=request.num_microbatches)
         program = self.programs.program(request.num_microbatches, not request.training)
         if request.training and program.forward_only:
             raise ValueError(

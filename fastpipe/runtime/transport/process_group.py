@@ -431,8 +431,10 @@ class CoalescedGroups(ProcessGroups):
         """Also create and connect the groups of two, in the same order on all ranks."""
         super()._connect_all(program)
         for channel in program.channels:
+            if self.rank not in channel[:2]:
+                continue
             peer = channel.peer_of(self.rank)
-            if self.rank in channel[:2] and peer != self.rank and peer not in self.pairs:
+            if peer != self.rank and peer not in self.pairs:
                 self.pairs[peer] = self._make_pair(peer)
 
     def _make_pair(self, peer: int) -> OwnGroups:
