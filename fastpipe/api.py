@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastpipe import visualize
+from fastpipe.checks import check_counts, check_flags, check_type
 from fastpipe.cost import CostModel, shared_out
 from fastpipe.lower import lower as _lower
 from fastpipe.machine import COALESCED, Lanes, lane_numbers
-from fastpipe.placement import check_counts, check_flags, check_type
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import find, make_schedule

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastpipe.placement import as_path, check_index, check_type, plain
+from fastpipe.checks import as_path, check_index, check_type, plain
 from fastpipe.program import Channel, ChannelKind, Op
 from fastpipe.timeline import Timeline
 

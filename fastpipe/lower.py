@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from fastpipe import native_plan
 from fastpipe.action import NONE, STAGE_ONLY_KINDS, Action, ActionKind
+from fastpipe.checks import check_flags, is_whole
 from fastpipe.dependencies import feeds
-from fastpipe.placement import check_flags, is_whole
 from fastpipe.program import Channel, ChannelKind, Columns, Instruction, Op, Program, columns_of
 from fastpipe.schedule import Schedule
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastpipe.action import NONE
-from fastpipe.placement import is_whole
+from fastpipe.checks import is_whole
 from fastpipe.program import Channel, Op, Program, RankProgram
 
 Lanes = str | Sequence[int]

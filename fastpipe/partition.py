@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any
 
-from fastpipe.placement import check_counts, plain
+from fastpipe.checks import check_counts, plain
 
 
 def partition(costs: int | Sequence[float], num_stages: int) -> list[range]:

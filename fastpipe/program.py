@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fastpipe.action import NONE, Action, ActionKind
+from fastpipe.checks import as_path, check_counts, check_type
 from fastpipe.errors import ProgramError
-from fastpipe.placement import Placement, as_path, check_counts, check_type
+from fastpipe.placement import Placement
 
 Columns = npt.NDArray[np.int32]
 """Seven rows (the fields of `Instruction`), one column an instruction."""

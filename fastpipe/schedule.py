@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fastpipe.action import COMMUNICATION_KINDS, COMPUTE_KINDS, Action, ActionKind
+from fastpipe.checks import as_path, check_flags, check_type, is_whole
 from fastpipe.dependencies import Play
 from fastpipe.errors import ScheduleError
-from fastpipe.placement import Placement, as_path, check_flags, check_type, is_whole
+from fastpipe.placement import Placement
 
 Columns = npt.NDArray[np.int32]
 """Five rows (kind, stage, microbatch, pair_stage, pair_microbatch), one column an action."""

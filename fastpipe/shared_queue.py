@@ -21,10 +21,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from fastpipe.checks import is_whole
 from fastpipe.errors import ProgramError
 from fastpipe.hardware_queues import QUEUES
 from fastpipe.machine import COALESCED, Batch, batches, lane_numbers
-from fastpipe.placement import is_whole
 from fastpipe.program import Op, Program, RankProgram
 
 Ints = npt.NDArray[np.integer]

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fastpipe import native_plan
+from fastpipe.checks import check_type
 from fastpipe.cost import CostModel, check_links
 from fastpipe.errors import ProgramError
 from fastpipe.machine import COALESCED, Lanes, Machine, lane_numbers
-from fastpipe.placement import check_type
 from fastpipe.program import Op, Program, RankProgram
 from fastpipe.timeline import Seconds, Timeline
 

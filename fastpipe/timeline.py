@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastpipe.action import NONE
-from fastpipe.placement import check_index, check_type
+from fastpipe.checks import check_index, check_type
 from fastpipe.program import COMPUTE_OPS, ChannelKind, Instruction, Op, Program
 
 Seconds = npt.NDArray[np.float64]

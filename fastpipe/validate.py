@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from fastpipe import native_plan
 from fastpipe.action import COMMUNICATION_KINDS, COMPUTE_KINDS, NONE, STAGE_ONLY_KINDS, Action, ActionKind
+from fastpipe.checks import check_type
 from fastpipe.dependencies import Event, Play, feeds, produces
 from fastpipe.errors import ScheduleError
-from fastpipe.placement import check_type
 from fastpipe.schedule import Schedule
 
 Done = dict[tuple[ActionKind, int, int], tuple[int, int]]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from fastpipe import native_plan
 from fastpipe.action import NONE, ActionKind
+from fastpipe.checks import check_type
 from fastpipe.dependencies import Event, feeds, needs, produces
 from fastpipe.errors import ProgramError
 from fastpipe.machine import COALESCED, Lanes, Machine, Outcome, Transfer, lane_numbers
-from fastpipe.placement import check_type
 from fastpipe.program import COMPUTE_OPS, Channel, ChannelKind, Instruction, Op, Program
 from fastpipe.shared_queue import check_one_queue, streams_share
 

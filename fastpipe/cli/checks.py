@@ -14,10 +14,10 @@ from typing import Any
 
 from fastpipe import api
 from fastpipe._version import __version__
+from fastpipe.checks import as_path
 from fastpipe.cli import output, work
 from fastpipe.collectives import with_collectives
 from fastpipe.hardware_queues import queues_text
-from fastpipe.placement import as_path
 from fastpipe.runtime.native import native_status
 from fastpipe.schedule import Schedule
 from fastpipe.validate_program import validate_program

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fastpipe import api
+from fastpipe.checks import as_path
 from fastpipe.cli.output import progress
 from fastpipe.cost import CostModel, shared_out
 from fastpipe.machine import COALESCED
-from fastpipe.placement import Placement, as_path
+from fastpipe.placement import Placement
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import check_size, find, make_schedule

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fastpipe.checks import check_counts, check_type, plain
 from fastpipe.cost import LARGEST, CostModel, PerLink, found_in, is_cost, json_of
 from fastpipe.partition import partition
-from fastpipe.placement import check_counts, check_type, plain
 
 PerLayer = float | Sequence[float]
 """A number for every layer, or a sequence with one each."""

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fastpipe.checks import check_counts, check_flags, check_type, is_whole, plain
 from fastpipe.cost import CostModel, check_links
 from fastpipe.errors import ScheduleError
-from fastpipe.placement import Placement, check_counts, check_flags, check_type, is_whole, plain
+from fastpipe.placement import Placement
 from fastpipe.planner import candidates, engine, search
 from fastpipe.planner.candidates import evaluate
 from fastpipe.planner.engine import Clock

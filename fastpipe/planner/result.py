@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastpipe.placement import check_index
+from fastpipe.checks import check_index
 from fastpipe.planner.problem import UNITS, Memory, human
 from fastpipe.schedule import Schedule
 from fastpipe.timeline import Timeline

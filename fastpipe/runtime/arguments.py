@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fastpipe.checks import check_counts, check_flags, is_whole, plain
 from fastpipe.hardware_queues import queues_in_force
 from fastpipe.machine import Lanes
-from fastpipe.placement import check_counts, check_flags, is_whole, plain
 from fastpipe.runtime.common import check_grad_dtype
 from fastpipe.runtime.model import Policy, Stages, check_policy
 from fastpipe.runtime.stage import ContextFactory, Stage, check_contexts

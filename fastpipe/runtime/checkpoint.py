@@ -58,8 +58,8 @@ from fastpipe.checkpoint_folder import (
     real_path,
     sync_folder,
 )
+from fastpipe.checks import check_flags, check_type, is_whole
 from fastpipe.errors import StepError
-from fastpipe.placement import check_flags, check_type, is_whole
 from fastpipe.runtime.common import (
     Failure,
     FailureError,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastpipe.placement import check_counts, check_flags, plain
+from fastpipe.checks import check_counts, check_flags, plain
 from fastpipe.runtime.common import by_mesh
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.pipeline import Pipeline

@@ -45,7 +45,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from fastpipe.checkpoint_folder import Manifest, locate
-from fastpipe.placement import as_path, check_type, is_whole
+from fastpipe.checks import as_path, check_type, is_whole
 from fastpipe.runtime.checkpoint import (
     as_optimizers,
     check_all_optimize,

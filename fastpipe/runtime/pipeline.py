@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from torch import nn
 
+from fastpipe.checks import check_counts, check_flags, is_whole
 from fastpipe.cost import CostModel
-from fastpipe.placement import check_counts, check_flags, is_whole
 from fastpipe.planner import LayerCosts, Plan
 from fastpipe.runtime import native
 from fastpipe.runtime.arguments import Arguments, ModelArguments

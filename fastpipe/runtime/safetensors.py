@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastpipe.placement import check_type
+from fastpipe.checks import check_type
 from fastpipe.runtime.common import first_line, is_dtensor, listed
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.data_parallel import unwrapped

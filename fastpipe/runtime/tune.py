@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from fastpipe.checks import check_counts
 from fastpipe.cost import CostModel
-from fastpipe.placement import check_counts
 from fastpipe.planner import LayerCosts, Plan
 from fastpipe.program import Op
 from fastpipe.runtime.common import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import ceil, floor, isfinite
 from typing import Any
 
-from fastpipe.placement import check_counts, is_whole, plain
+from fastpipe.checks import check_counts, is_whole, plain
 from fastpipe.schedule import Schedule
 
 

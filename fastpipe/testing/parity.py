@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpipe.placement import check_type
+from fastpipe.checks import check_type
 from fastpipe.runtime.common import bytes_of, decoded, digest_of, encoded, keep_state, pytree, zero_grad_of
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.model import NamedTensor, Tie, TiedWeights, whole

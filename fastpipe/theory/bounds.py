@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fastpipe.checks import check_counts, check_flags, check_type, plain
 from fastpipe.cost import CostModel, check_links
-from fastpipe.placement import Placement, check_counts, check_flags, check_type, plain
+from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
 from fastpipe.theory.chains import Actions, Chains, RankView, rank_views
 from fastpipe.theory.closed_forms import MEASURES as MEASURES

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from fastpipe.checks import check_counts, is_whole, plain
 from fastpipe.cost import LARGEST, is_cost
-from fastpipe.placement import check_counts, is_whole, plain
 from fastpipe.theory.closed_forms import BUBBLES, PEAKS, Case, Formula, check_measure, mean_busy
 from fastpipe.theory.closed_forms import MEASURES as MEASURES
 

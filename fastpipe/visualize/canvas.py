@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastpipe.placement import as_path, plain
+from fastpipe.checks import as_path, plain
 from fastpipe.program import Op
 from fastpipe.timeline import Timeline
 from fastpipe.visualize.colours import COLOURS, CRITICAL, KINDS, MEANINGS, shade

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fastpipe.action import Action
-from fastpipe.placement import Placement, check_counts, check_flags, check_type
+from fastpipe.checks import check_counts, check_flags, check_type
+from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
 from fastpipe.visualize.colours import COLOURS, channels, ink, shade
 

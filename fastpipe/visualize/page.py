@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastpipe.placement import as_path, check_type
+from fastpipe.checks import as_path, check_type
 from fastpipe.program import Op
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import canvas, colours

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fastpipe.placement import check_type
+from fastpipe.checks import check_type
 from fastpipe.visualize import canvas
 from fastpipe.visualize.colours import COLOURS
 

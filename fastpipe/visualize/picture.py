@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastpipe.placement import check_flags, check_type
+from fastpipe.checks import check_flags, check_type
 from fastpipe.timeline import Timeline
 from fastpipe.visualize import canvas
 from fastpipe.visualize.rows import Panel

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastpipe.action import NONE, Action, ActionKind
-from fastpipe.placement import as_path, check_type
+from fastpipe.checks import as_path, check_type
 from fastpipe.timeline import Timeline
 from fastpipe.visualize.bars import Bars, Transfers, bars, transfers
 

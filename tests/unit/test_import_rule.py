@@ -21,6 +21,7 @@ CORE = (
         "errors",
         "hardware_queues",
         "checkpoint_folder",
+        "checks",
         "action",
         "placement",
         "dependencies",
@@ -61,7 +62,17 @@ RUNTIME = [
     "step",
 ]
 """The packages of the runtime from the bottom up: each may use those before it, through what they export."""
-PROGRAMS = {"program", "placement", "action", "dependencies", "machine", "errors", "hardware_queues", "partition"}
+PROGRAMS = {
+    "program",
+    "checks",
+    "placement",
+    "action",
+    "dependencies",
+    "machine",
+    "errors",
+    "hardware_queues",
+    "partition",
+}
 """What the packages below ``step`` may use of the planning side: programs, and neither schedules nor the simulator."""
 COMPOSERS = {"__init__", "__main__", "api", "cli", "testing", "runtime", "integrations"}
 

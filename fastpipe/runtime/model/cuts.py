@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from fastpipe.checks import is_whole
 from fastpipe.partition import partition as partition_layers
-from fastpipe.placement import is_whole
 from fastpipe.runtime.common import (
     KeptAttributes,
     SavedBytes,

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastpipe.checks import check_flags
 from fastpipe.errors import StepError
-from fastpipe.placement import check_flags
 from fastpipe.runtime.common import (
     decoded,
     dtype_name,

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from fastpipe.placement import check_counts
+from fastpipe.checks import check_counts
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
     Calls,
