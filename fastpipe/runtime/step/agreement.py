@@ -152,6 +152,8 @@ def _check_peers(replies: Replies, here: str) -> None:
 
 def _check_pipeline(request: Request, replies: Sequence[Reply]) -> None:
     whole = {name: rows for reply in replies for name, rows in reply["whole"].items()}
+    if not any(reply["rows"] for reply in replies):
+        _check_not_shared(whole, request.num_microbatches)
     check_splits(whole, request.num_microbatches)
     taken = {name for reply in replies for name in reply["kwargs"]}
     for name in request.kwargs:
@@ -197,6 +199,16 @@ def check_batches(digests: Mapping[str, Mapping[str, list[Any]]]) -> None:
                 )
 
 
+def _check_not_shared(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
+    """Refuse a batch of a single row by keyword, which every microbatch would get."""
+    shared = next((name for name, found in whole.items() if found == [1, NAMED]), None)
+    if shared is not None and num_microbatches > 1:
+        raise ValueError(
+            f"{shared} has 1 row but num_microbatches = {num_microbatches}: give at least one row per microbatch, or "
+            "fewer microbatches"
+        )
+
+
 def check_splits(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
     """Refuse arguments whose microbatches do not match.
 
@@ -211,12 +223,6 @@ def check_splits(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
         return
     rows = {name: found for name, (found, _) in whole.items()}
     batch = [name for way in (ROWS, NAMED) for name, found in whole.items() if found[1] == way and rows[name] != 1]
-    shared = [name for name, found in whole.items() if found[1] == NAMED and rows[name] == 1]
-    if shared and not batch and RULE not in (way for _, way in whole.values()):
-        raise ValueError(
-            f"{shared[0]} has 1 row but num_microbatches = {num_microbatches}: give at least one row per microbatch, "
-            "or fewer microbatches"
-        )
     for name in batch:
         if rows[name] != rows[batch[0]]:
             raise ValueError(
