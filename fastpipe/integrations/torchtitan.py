@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from torch import nn
 
 import fastpipe
+
+_COUNTS = "pipeline_parallel_layers_per_stage or module_fqns_per_model_part"
 
 
 class PipelineSchedule:
@@ -141,16 +144,23 @@ def _schedule(parallelism: Any, training: Any, num_ranks: int, layers: dict[str,
         sizes = {"num_ranks": num_ranks, "num_microbatches": int(num_microbatches)}
         schedule = fastpipe.make_schedule(name, **sizes)
         if count not in (None, schedule.num_stages) and count % num_ranks == 0:
-            schedule = fastpipe.make_schedule(schedule.name, **sizes, stages_per_rank=count // num_ranks)
+            try:
+                schedule = fastpipe.make_schedule(schedule.name, **sizes, stages_per_rank=count // num_ranks)
+            except ValueError as error:
+                raise ValueError(f"{_COUNTS} give {count} stages: {error}") from None
     if schedule.num_microbatches != num_microbatches:
         raise ValueError(f"{text}: {schedule.name} has {schedule.num_microbatches} microbatches")
     if schedule.placement.num_routes > 1:
         raise ValueError(f"pipeline_parallel_schedule = {name!r} has every stage twice: take dualpipev, for example")
     stages = schedule.num_stages
     names = names or [[list(layers)[i] for i in cut] for cut in fastpipe.partition([*layers.values()], stages)]
-    if count not in (None, stages) or sorted(layer for part in names for layer in part) != sorted(layers):
-        text = f"{schedule.name} has {stages} stages, not {count}; give as many, with each of {list(layers)} once"
-        raise ValueError(f"module_fqns_per_model_part, pipeline_parallel_layers_per_stage: {text}")
+    if count not in (None, stages):
+        raise ValueError(f"{_COUNTS} give {count} stages, and {schedule.name} has {stages} on {num_ranks} ranks")
+    surplus = Counter(layer for part in names for layer in part)
+    surplus.subtract(layers.keys())
+    if wrong := [layer for layer, number in surplus.items() if number]:
+        text = f"{wrong} are missing, unknown or given twice; give each of {list(layers)} once"
+        raise ValueError(f"module_fqns_per_model_part: {text}")
     return schedule, names
 
 

@@ -152,8 +152,16 @@ NAMES = ["tok_embeddings", *(f"layers.{number}" for number in range(6)), "norm",
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"module_fqns_per_model_part": [["tok_embeddings"], ["norm"]]}, "give as many, with each of .*'layers.5'"),
-        ({"module_fqns_per_model_part": [NAMES, ["norm"]]}, "'output'.* once"),
+        (
+            {"module_fqns_per_model_part": [NAMES[:4], ["norm", "out"]]},
+            r"\['out', 'layers.3', .*'output'\] are missing",
+        ),
+        ({"module_fqns_per_model_part": [NAMES, ["norm"]]}, r"part: \['norm'\] are .* twice; give each of .* once"),
+        ({"module_fqns_per_model_part": [NAMES]}, "give 1 stages: .*zbv"),
+        (
+            {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_layers_per_stage": 4},
+            "pipeline_parallel_layers_per_stage or module_fqns_per_model_part give 2 stages: .*1f1b has no such option",
+        ),
         ({"pipeline_parallel_microbatch_size": 3}, "microbatch_size = 3 and .* = 8: .* 2 microbatches"),
         ({"pipeline_parallel_layers_per_stage": 1, "pipeline_parallel_schedule": "zbv"}, "stages_per_rank"),
         ({"pipeline_parallel_schedule": "dualpipe"}, "num_ranks = 1"),
