@@ -86,7 +86,7 @@ def pipeline(
     """A ``pipelining_fn`` of torchtitan: split a model, which may be on the meta device, into this process's stages.
 
     torchtitan 0.2 passes ``job_config``, later ones ``configs``. The model's forward must skip children that are None,
-    and layers that are missing from its ModuleDicts.
+    and iterate over its ModuleDicts and ModuleLists, in which layers are missing.
 
     Raises:
         ValueError: naming the option of the configuration, or the child of the model, that is not supported.
@@ -116,8 +116,8 @@ def _layers(model: nn.Module, parallelism: Any) -> dict[str, int]:
     costs = {"norm": 0, "output": last, "lm_head": last}
     costs["tok_embeddings"], found = parallelism.pipeline_parallel_first_stage_less_layers, {}
     for name, child in model.named_children():
-        if isinstance(child, nn.ModuleDict):
-            found.update({f"{name}.{key}": 1 for key in child})
+        if isinstance(child, nn.ModuleDict | nn.ModuleList):
+            found.update({f"{name}.{key}": 1 for key, _ in child.named_children()})
         elif name in costs or parallelism.module_fqns_per_model_part:
             found[name] = costs.get(name, 0)
         else:
@@ -168,5 +168,5 @@ def _part(model: nn.Module, absent: set[str]) -> Any:
     """A copy without these layers; parameters keep their names."""
     part: Any = copy.deepcopy(model)
     for parent, _, key in (name.rpartition(".") for name in absent):
-        part.get_submodule(parent).pop(key) if parent else setattr(part, key, None)
+        delattr(part.get_submodule(parent), key) if parent else setattr(part, key, None)  # a pop would number anew
     return part

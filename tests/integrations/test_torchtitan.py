@@ -146,6 +146,28 @@ def test_a_model_is_cut_as_the_options_say(tmp_path: Path) -> None:
         built(options(pipeline_parallel_schedule_csv=str(path), pipeline_parallel_microbatch_size=4))
 
 
+def test_layers_in_a_list_keep_their_numbers() -> None:
+    class Listed(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(self.layers.values())  # type: ignore[assignment]
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+            for layer in self.layers:
+                h = torch.tanh(layer(h))  # type: ignore[operator]
+            return h if self.output is None else self.output(self.norm(h))
+
+    model = Listed()
+    _, parts, *_ = built(options(), model)
+    assert [names(part) for part in parts] == [
+        ["layers.0", "layers.1", "layers.2", "tok_embeddings"],
+        ["layers.3", "layers.4", "layers.5", "norm", "output"],
+    ]
+    tokens = torch.randint(10, (2, 5))
+    assert torch.equal(parts[1](parts[0](tokens)), model(tokens))
+
+
 NAMES = ["tok_embeddings", *(f"layers.{number}" for number in range(6)), "norm", "output"]
 
 
