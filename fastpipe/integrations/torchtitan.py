@@ -29,8 +29,7 @@ class PipelineSchedule:
 
         def loss(output: Any, target: Any) -> Any:  # without self, or threads of ranks would hold the Pipeline
             value = loss_fn(output, target, **arguments[0])
-            value = value[0] if isinstance(value, tuple) else value  # 0.3's metrics; its own pipelines drop them, too
-            return value.full_tensor() if hasattr(value, "full_tensor") else value  # loss_parallel
+            return value[0] if isinstance(value, tuple) else value  # 0.3's metrics; its own pipelines drop them, too
 
         self._loss_kwargs, self._build = arguments, functools.partial(build, loss_fn=loss)
 
