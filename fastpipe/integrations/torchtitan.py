@@ -66,7 +66,8 @@ class PipelineSchedule:
     ) -> None:
         self._loss_kwargs[0] = loss_kwargs or {}
         args = [list(values) for values in zip(*arg_mbs, strict=True)] if arg_mbs else args
-        kwargs |= {name: [values[name] for values in kwarg_mbs] for name in kwarg_mbs[0]} if kwarg_mbs else {}
+        named = kwarg_mbs or ()  # a microbatch without an argument, such as images, gets None
+        kwargs |= {name: [values.get(name) for values in named] for values in named for name in values}
         result = call(*args, target=list(target_mbs) if target_mbs else target, **kwargs)
         if losses is not None:
             losses.extend(result.losses or ())

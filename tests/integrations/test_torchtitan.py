@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fastpipe
-from fastpipe.integrations.torchtitan import pipeline
+from fastpipe.integrations.torchtitan import PipelineSchedule, pipeline
 from tests.runtime.examples import run
 
 
@@ -221,6 +221,20 @@ def test_a_weight_of_two_stages_is_refused() -> None:
     model.output.weight = model.tok_embeddings.weight
     with pytest.raises(ValueError, match="a weight is in several stages"):
         built(options(), model)
+
+
+def test_an_argument_that_only_some_microbatches_have() -> None:
+    given: dict[str, Any] = {}
+
+    class Pipe:
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            given.update(kwargs)
+            return SimpleNamespace(losses=None)
+
+    schedule = PipelineSchedule(lambda loss_fn: Pipe(), lambda output, target: output)  # type: ignore[arg-type]
+    schedule.step(kwarg_mbs=[{"places": 1}, {"places": 2, "image": 3}])
+    assert given == {"target": None, "places": [1, 2], "image": [None, 3]}
+    assert list(given) == ["target", "places", "image"], "in one order on every rank"
 
 
 def test_a_step_takes_microbatches_and_arguments_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
