@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from torch import nn
 
 import fastpipe
+
+_COUNTS = "pipeline_parallel_layers_per_stage or module_fqns_per_model_part"
 
 
 class PipelineSchedule:
@@ -26,8 +29,7 @@ class PipelineSchedule:
 
         def loss(output: Any, target: Any) -> Any:  # without self, or threads of ranks would hold the Pipeline
             value = loss_fn(output, target, **arguments[0])
-            value = value[0] if isinstance(value, tuple) else value  # 0.3's metrics; its own pipelines drop them, too
-            return value.full_tensor() if hasattr(value, "full_tensor") else value  # loss_parallel
+            return value[0] if isinstance(value, tuple) else value  # 0.3's metrics; its own pipelines drop them, too
 
         self._loss_kwargs, self._build = arguments, functools.partial(build, loss_fn=loss)
 
@@ -64,7 +66,8 @@ class PipelineSchedule:
     ) -> None:
         self._loss_kwargs[0] = loss_kwargs or {}
         args = [list(values) for values in zip(*arg_mbs, strict=True)] if arg_mbs else args
-        kwargs |= {name: [values[name] for values in kwarg_mbs] for name in kwarg_mbs[0]} if kwarg_mbs else {}
+        named = kwarg_mbs or ()  # a microbatch without an argument, such as images, gets None
+        kwargs |= {name: [values.get(name) for values in named] for values in named for name in values}
         result = call(*args, target=list(target_mbs) if target_mbs else target, **kwargs)
         if losses is not None:
             losses.extend(result.losses or ())
@@ -83,7 +86,7 @@ def pipeline(
     """A ``pipelining_fn`` of torchtitan: split a model, which may be on the meta device, into this process's stages.
 
     torchtitan 0.2 passes ``job_config``, later ones ``configs``. The model's forward must skip children that are None,
-    and layers that are missing from its ModuleDicts.
+    and iterate over its ModuleDicts and ModuleLists, in which layers are missing.
 
     Raises:
         ValueError: naming the option of the configuration, or the child of the model, that is not supported.
@@ -113,8 +116,8 @@ def _layers(model: nn.Module, parallelism: Any) -> dict[str, int]:
     costs = {"norm": 0, "output": last, "lm_head": last}
     costs["tok_embeddings"], found = parallelism.pipeline_parallel_first_stage_less_layers, {}
     for name, child in model.named_children():
-        if isinstance(child, nn.ModuleDict):
-            found.update({f"{name}.{key}": 1 for key in child})
+        if isinstance(child, nn.ModuleDict | nn.ModuleList):
+            found.update({f"{name}.{key}": 1 for key, _ in child.named_children()})
         elif name in costs or parallelism.module_fqns_per_model_part:
             found[name] = costs.get(name, 0)
         else:
@@ -141,16 +144,23 @@ def _schedule(parallelism: Any, training: Any, num_ranks: int, layers: dict[str,
         sizes = {"num_ranks": num_ranks, "num_microbatches": int(num_microbatches)}
         schedule = fastpipe.make_schedule(name, **sizes)
         if count not in (None, schedule.num_stages) and count % num_ranks == 0:
-            schedule = fastpipe.make_schedule(schedule.name, **sizes, stages_per_rank=count // num_ranks)
+            try:
+                schedule = fastpipe.make_schedule(schedule.name, **sizes, stages_per_rank=count // num_ranks)
+            except ValueError as error:
+                raise ValueError(f"{_COUNTS} give {count} stages: {error}") from None
     if schedule.num_microbatches != num_microbatches:
         raise ValueError(f"{text}: {schedule.name} has {schedule.num_microbatches} microbatches")
     if schedule.placement.num_routes > 1:
         raise ValueError(f"pipeline_parallel_schedule = {name!r} has every stage twice: take dualpipev, for example")
     stages = schedule.num_stages
     names = names or [[list(layers)[i] for i in cut] for cut in fastpipe.partition([*layers.values()], stages)]
-    if count not in (None, stages) or sorted(layer for part in names for layer in part) != sorted(layers):
-        text = f"{schedule.name} has {stages} stages, not {count}; give as many, with each of {list(layers)} once"
-        raise ValueError(f"module_fqns_per_model_part, pipeline_parallel_layers_per_stage: {text}")
+    if count not in (None, stages):
+        raise ValueError(f"{_COUNTS} give {count} stages, and {schedule.name} has {stages} on {num_ranks} ranks")
+    surplus = Counter(layer for part in names for layer in part)
+    surplus.subtract(layers.keys())
+    if wrong := [layer for layer, number in surplus.items() if number]:
+        text = f"{wrong} are missing, unknown or given twice; give each of {list(layers)} once"
+        raise ValueError(f"module_fqns_per_model_part: {text}")
     return schedule, names
 
 
@@ -158,5 +168,5 @@ def _part(model: nn.Module, absent: set[str]) -> Any:
     """A copy without these layers; parameters keep their names."""
     part: Any = copy.deepcopy(model)
     for parent, _, key in (name.rpartition(".") for name in absent):
-        part.get_submodule(parent).pop(key) if parent else setattr(part, key, None)
+        delattr(part.get_submodule(parent), key) if parent else setattr(part, key, None)  # a pop would number anew
     return part

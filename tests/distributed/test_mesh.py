@@ -279,8 +279,10 @@ def test_losses_of_logits_that_are_spread_over_ranks(schedule: str, executor: st
     with pytest.raises(ValueError, match=r"output_grad is a DTensor, .* plain tensor: give its full_tensor\(\)"):
         outputs_and_grads(whole(outputs), outputs)
     assert outputs_and_grads(outputs, outputs) == ((outputs,), (outputs,))
-    with pytest.raises(ValueError, match=r"loss is a DTensor with the placements .*Partial.* give its full_tensor\(\)"):
-        checked_loss(DTensor.from_local(loss.to_local(), mesh["tp"], [Partial()]))
+    part = DTensor.from_local(loss.to_local().detach().requires_grad_(), mesh["tp"], [Partial()])
+    checked = checked_loss(part)  # as the mean of a loss over an output that is cut
+    assert same_bits(checked, 2 * loss.to_local())
+    assert torch.autograd.grad(checked, part)[0].to_local() == 1
 
 
 def tied_words(mesh: DeviceMesh, ways: dict[int, Any]) -> list[nn.Module]:

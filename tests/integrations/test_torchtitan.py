@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fastpipe
-from fastpipe.integrations.torchtitan import pipeline
+from fastpipe.integrations.torchtitan import PipelineSchedule, pipeline
 from tests.runtime.examples import run
 
 
@@ -146,14 +146,44 @@ def test_a_model_is_cut_as_the_options_say(tmp_path: Path) -> None:
         built(options(pipeline_parallel_schedule_csv=str(path), pipeline_parallel_microbatch_size=4))
 
 
+def test_layers_in_a_list_keep_their_numbers() -> None:
+    class Listed(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(self.layers.values())  # type: ignore[assignment]
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+            for layer in self.layers:
+                h = torch.tanh(layer(h))  # type: ignore[operator]
+            return h if self.output is None else self.output(self.norm(h))
+
+    model = Listed()
+    _, parts, *_ = built(options(), model)
+    assert [names(part) for part in parts] == [
+        ["layers.0", "layers.1", "layers.2", "tok_embeddings"],
+        ["layers.3", "layers.4", "layers.5", "norm", "output"],
+    ]
+    tokens = torch.randint(10, (2, 5))
+    assert torch.equal(parts[1](parts[0](tokens)), model(tokens))
+
+
 NAMES = ["tok_embeddings", *(f"layers.{number}" for number in range(6)), "norm", "output"]
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"module_fqns_per_model_part": [["tok_embeddings"], ["norm"]]}, "give as many, with each of .*'layers.5'"),
-        ({"module_fqns_per_model_part": [NAMES, ["norm"]]}, "'output'.* once"),
+        (
+            {"module_fqns_per_model_part": [NAMES[:4], ["norm", "out"]]},
+            r"\['out', 'layers.3', .*'output'\] are missing",
+        ),
+        ({"module_fqns_per_model_part": [NAMES, ["norm"]]}, r"part: \['norm'\] are .* twice; give each of .* once"),
+        ({"module_fqns_per_model_part": [NAMES]}, "give 1 stages: .*zbv"),
+        (
+            {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_layers_per_stage": 4},
+            "pipeline_parallel_layers_per_stage or module_fqns_per_model_part give 2 stages: .*1f1b has no such option",
+        ),
         ({"pipeline_parallel_microbatch_size": 3}, "microbatch_size = 3 and .* = 8: .* 2 microbatches"),
         ({"pipeline_parallel_layers_per_stage": 1, "pipeline_parallel_schedule": "zbv"}, "stages_per_rank"),
         ({"pipeline_parallel_schedule": "dualpipe"}, "num_ranks = 1"),
@@ -191,6 +221,20 @@ def test_a_weight_of_two_stages_is_refused() -> None:
     model.output.weight = model.tok_embeddings.weight
     with pytest.raises(ValueError, match="a weight is in several stages"):
         built(options(), model)
+
+
+def test_an_argument_that_only_some_microbatches_have() -> None:
+    given: dict[str, Any] = {}
+
+    class Pipe:
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            given.update(kwargs)
+            return SimpleNamespace(losses=None)
+
+    schedule = PipelineSchedule(lambda loss_fn: Pipe(), lambda output, target: output)  # type: ignore[arg-type]
+    schedule.step(kwarg_mbs=[{"places": 1}, {"places": 2, "image": 3}])
+    assert given == {"target": None, "places": [1, 2], "image": [None, 3]}
+    assert list(given) == ["target", "places", "image"], "in one order on every rank"
 
 
 def test_a_step_takes_microbatches_and_arguments_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,6 +256,11 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.step(X, target=Y * W),
         "target is the output of Mul.*after the step call",
     ),
+    "a whole target beside uneven microbatches": (
+        {},
+        lambda p: p.step(list(X.split([1, 1, 1, len(X) - 3])), target=Y),
+        r"target has 9 rows, .* of \[3, 2, 2, 2\], and those of the input have \[1, 1, 1, 6\]: give both as lists",
+    ),
     "an iterator too short": ({}, lambda p: p.step(iter([X] * 3), target=Y), "the input .an iterator. has 3"),
     "a target list too long": ({}, lambda p: p.step(X, target=[Y] * 5), "target has 5 microbatches"),
     "too few rows": ({}, lambda p: p.step(X[:3], target=Y), "the input has 3 rows"),

@@ -124,6 +124,19 @@ def test_microbatches_weigh_by_their_rows_wherever_these_are(
     assert torch.allclose(reference.loss, model(*given, **kwargs)), "which is the whole batch's"
 
 
+def test_a_single_row_is_shared_also_beside_lists_of_microbatches(executor: str) -> None:
+    torch.manual_seed(3)
+    model = [Embeds(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    x, target, row = torch.randn(7, WIDTH), torch.randn(7, WIDTH), torch.randn(1, WIDTH)
+    pipe = Pipeline(model, "1f1b", 3, cubed, num_ranks=2, executor=executor)
+    whole = pipe.step(x, target=target.clone(), scale=row)
+    parts = pipe.step(list(x.tensor_split(3)), target=list(target.clone().tensor_split(3)), scale=row)
+    assert same_bits(whole.loss, parts.loss)
+    pipe = Pipeline(copy.deepcopy(model), "1f1b", 3, num_ranks=2, executor=executor)
+    with pytest.raises(ValueError, match="^x has 1 row but num_microbatches = 3: give at least one row per microbatch"):
+        pipe.step(x=row)
+
+
 def test_what_every_microbatch_gets_whole_has_no_rows_of_its_own() -> None:
     table, x = torch.randn(3, WIDTH), torch.randn(5, WIDTH)
     whole, cut = [table] * 2, split(x, 2, 0, "x")

@@ -697,6 +697,24 @@ def test_logits_and_the_loss_of_an_argument(schedule: str, num_ranks: int, execu
         pipe.eval_step(ids)
 
 
+def test_a_loss_that_is_nan_with_other_sizes_than_the_examples() -> None:
+    """As that of models for questions and answers, which ignores what is beyond the last token."""
+
+    class Answer(Decoder):
+        def forward(self, ids: torch.Tensor, at: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            scores = ending(self, through(self, self.embed(ids, 0)))[:, :, 0]
+            return nn.functional.cross_entropy(scores, at.clamp(0, scores.size(1)), ignore_index=scores.size(1))
+
+    ids = batch()[0]
+    at = torch.full((len(ids),), ids.shape[1] - 1)  # a shorter example has no such token
+    assert Answer()(ids[:, :-1], at).isnan()
+    layers = fastpipe.split(Answer(), ids[:2], at=at[:2])
+    parity = fastpipe.check_parity(
+        fastpipe.Pipeline(layers, "1f1b", 4, num_ranks=2), Answer(), (ids, None), kwargs={"at": at}
+    )
+    assert parity.ok, parity
+
+
 class Paired(nn.Module):
     """Lists in a list, and skips around their modules in the model's forward."""
 

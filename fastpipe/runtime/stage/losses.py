@@ -153,7 +153,7 @@ def _checked_metrics(metrics: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
         if not isinstance(name, str):
             raise ValueError(f"loss_fn returned a metric under {name!r}: give it a name")
         if isinstance(value, torch.Tensor):
-            found[name] = _on_every_rank(value, f"loss_fn: the metric {name!r}").detach()
+            found[name] = _on_every_rank(value).detach()
         elif isinstance(value, bool | int | float):
             found[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         else:
@@ -171,7 +171,7 @@ def checked_loss(loss: Any) -> torch.Tensor:
         raise ValueError(
             f"loss_fn returned a {type(loss).__name__}: return one tensor with one element, the loss of the microbatch"
         )
-    value = _on_every_rank(loss, "loss_fn: the loss")
+    value = _on_every_rank(loss)
     if value.numel() != 1:
         raise ValueError(f"loss_fn returned a tensor of shape {tuple(value.shape)}: reduce it to one element")
     if value.is_complex():
@@ -181,14 +181,10 @@ def checked_loss(loss: Any) -> torch.Tensor:
     return value.reshape(()) if value.dim() else value
 
 
-def _on_every_rank(value: Any, what: str) -> torch.Tensor:
-    """The value of a DTensor that every rank of its mesh has, as `loss_parallel` makes losses; others are refused."""
-    if is_dtensor(value):
-        if not all(placement.is_replicate() for placement in value.placements):
-            raise ValueError(f"{what} is a DTensor with the placements {value.placements}: give its full_tensor()")
-        value = value.to_local()
-    tensor: torch.Tensor = value
-    return tensor
+def _on_every_rank(value: Any) -> torch.Tensor:
+    """The whole value of a DTensor: a loss may be replicated, as that of `loss_parallel`, or in parts."""
+    whole: torch.Tensor = value.full_tensor() if is_dtensor(value) else value
+    return whole
 
 
 def scale_loss(loss: torch.Tensor, divisor: float | None) -> torch.Tensor:
@@ -277,7 +273,7 @@ def _checked(value: Any, name: str) -> torch.Tensor:
             else f"a {type(value).__name__}"
         )
         raise ValueError(f"add_loss({name!r}): give a floating-point tensor with one element, not {found}")
-    loss = _on_every_rank(value, f"add_loss: {name!r}")
+    loss = _on_every_rank(value)
     return loss.reshape(()) if loss.dim() else loss
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from fastpipe.runtime.common import bytes_of, dtype_name, is_block_mask
 from fastpipe.runtime.coordination import Replies, Reply, sharing_batch
 from fastpipe.runtime.model import check_changes
-from fastpipe.runtime.step.inputs import NAMED, ROWS, RULE, Inputs, Request, input_names
+from fastpipe.runtime.step.inputs import NAMED, PARTS, ROWS, RULE, Inputs, Request, input_names
 from fastpipe.runtime.step.microbatch import rows_of_split
 
 _SAMPLE = 4096
@@ -152,6 +152,9 @@ def _check_peers(replies: Replies, here: str) -> None:
 
 def _check_pipeline(request: Request, replies: Sequence[Reply]) -> None:
     whole = {name: rows for reply in replies for name, rows in reply["whole"].items()}
+    _check_parts(whole, request.num_microbatches)
+    if not any(reply["rows"] for reply in replies):
+        _check_not_shared(whole, request.num_microbatches)
     check_splits(whole, request.num_microbatches)
     taken = {name for reply in replies for name in reply["kwargs"]}
     for name in request.kwargs:
@@ -197,11 +200,32 @@ def check_batches(digests: Mapping[str, Mapping[str, list[Any]]]) -> None:
                 )
 
 
+def _check_parts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
+    """Refuse a whole batch beside microbatches of the same rows in all, but cut elsewhere."""
+    for name, parts in ((name, found) for name, (found, way) in whole.items() if way == PARTS):
+        for other, (rows, way) in whole.items():
+            if way != PARTS and rows == sum(parts) and (own := [*rows_of_split(rows, num_microbatches)]) != parts:
+                raise ValueError(
+                    f"{other} has {rows} rows, which are split into microbatches of {own}, and those of {name} have "
+                    f"{parts}: give both as lists of microbatches, or both whole"
+                )
+
+
+def _check_not_shared(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
+    """Refuse a batch of a single row by keyword, which every microbatch would get."""
+    shared = next((name for name, found in whole.items() if found == [1, NAMED]), None)
+    if shared is not None and num_microbatches > 1:
+        raise ValueError(
+            f"{shared} has 1 row but num_microbatches = {num_microbatches}: give at least one row per microbatch, or "
+            "fewer microbatches"
+        )
+
+
 def check_splits(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
     """Refuse arguments whose microbatches do not match.
 
     Args:
-        whole: the rows of each, and how they are split: `ROWS`, `NAMED` or `RULE`.
+        whole: the rows of each, and how they are split: `ROWS`, `NAMED`, `RULE` or `PARTS`.
 
     Raises:
         ValueError: if an input without a rule does not have the batch's rows, or if rows are not in the same proportion
@@ -211,12 +235,6 @@ def check_splits(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
         return
     rows = {name: found for name, (found, _) in whole.items()}
     batch = [name for way in (ROWS, NAMED) for name, found in whole.items() if found[1] == way and rows[name] != 1]
-    shared = [name for name, found in whole.items() if found[1] == NAMED and rows[name] == 1]
-    if shared and not batch and RULE not in (way for _, way in whole.values()):
-        raise ValueError(
-            f"{shared[0]} has 1 row but num_microbatches = {num_microbatches}: give at least one row per microbatch, "
-            "or fewer microbatches"
-        )
     for name in batch:
         if rows[name] != rows[batch[0]]:
             raise ValueError(

@@ -24,6 +24,7 @@ from fastpipe.runtime.step.microbatch import (
     has_rule,
     is_list_of_microbatches,
     lengths,
+    rows_of,
     rule_for,
     split,
     split_argument,
@@ -31,9 +32,9 @@ from fastpipe.runtime.step.microbatch import (
 from fastpipe.runtime.step.result import MetricRules, Weights, check_reduction, check_rules, loss_divisors
 from fastpipe.schedule import Schedule
 
-ROWS, NAMED, RULE = "rows", "named", "rule"
+ROWS, NAMED, RULE, PARTS = "rows", "named", "rule", "parts"
 """How a whole batch is split: positional inputs, and keyword inputs, by rows if they have the batch's number of rows;
-others by a rule of `split`; targets in any proportion."""
+others by a rule of `split`; targets in any proportion. `PARTS` are the rows of microbatches given one by one."""
 
 
 @dataclass(frozen=True)
@@ -214,11 +215,14 @@ def take_inputs(request: Request, batch: BatchArguments, stages: Sequence[Stage]
         columns = _split_args(request, rules)
         inputs.args = by_microbatch(columns, count)
         for i, value in enumerate(request.args):
-            _note_whole(inputs, request, value, rules, i, f"input {i}" if i else "the input", ROWS)
+            name = f"input {i}" if i else "the input"
+            _note_whole(inputs, request, value, rules, i, name, ROWS)
+            _note_parts(inputs, value, columns[i], rules, i, name)
     for name, value in request.kwargs.items():
         if any(stage.accepts is None or name in stage.accepts for stage in stages):
             inputs.kwargs[name] = split_argument(value, count, rules, name, name)
             _note_whole(inputs, request, value, rules, name, name, NAMED)
+            _note_parts(inputs, value, inputs.kwargs[name], rules, name, name)
     if any(stage.is_last for stage in stages):
         _take_for_last(inputs, request, rules, loss_fn)
         if callable(reduction) and inputs.output_grads is None and (loss_fn is None or inputs.targets is not None):
@@ -330,6 +334,7 @@ def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Call
         raise ValueError("target: there is no loss_fn to give it to; pass loss_fn= to Pipeline, or leave target out")
     inputs.targets = split(request.target, count, rule_for(rules, "target"), "target")
     _note_whole(inputs, request, request.target, rules, "target", "target", RULE)
+    _note_parts(inputs, request.target, inputs.targets, rules, "target", "target")
 
 
 def _note_whole(
@@ -347,6 +352,13 @@ def _note_whole(
             inputs.whole[leaf] = [rows, way]
     if request.training and request.num_microbatches > 1 and not is_list_of_microbatches(value, rule):
         _check_history(value, name)
+
+
+def _note_parts(inputs: Inputs, value: Any, parts: Sequence[Any], rules: Rules, key: str | int, name: str) -> None:
+    """Record the rows of microbatches that were given one by one, if they are not as many in each."""
+    rule = rule_for(rules, key)
+    if is_list_of_microbatches(value, rule) and len(set(rows := rows_of(parts, rule) or [0])) > 1:
+        inputs.whole[name] = [rows, PARTS]
 
 
 def _check_history(value: Any, name: str) -> None:

@@ -115,7 +115,8 @@ def loss_divisors(
     total = sum(weights)
     if not 0 < total < math.inf:
         raise ValueError(
-            f"loss_reduction: the weights of the microbatches sum to {total}; their sum must be above 0 and finite"
+            f"loss_reduction: the weights of the microbatches sum to {total}; their sum must be above 0 and finite: "
+            "leave out a batch with nothing to count, on every rank and replica"
         )
     return [total / weight if weight else math.inf for weight in weights]
 
