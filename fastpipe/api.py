@@ -119,15 +119,15 @@ def compare(
     if isinstance(schedules, str) or not isinstance(schedules, Iterable):
         raise TypeError(f"schedules: expected a list of names, found the {type(schedules).__name__} {schedules!r}")
     check_flags(skip_impossible=skip_impossible)
-    check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     if isinstance(lanes, str) or not isinstance(lanes, Sequence):
         lane_numbers(lanes, ())
     cost = CostModel() if cost is None else cost
     check_one_cost(cost)
     rows = []
     for work in schedules:
-        if not isinstance(work, Schedule):
-            find(work)  # a misspelt name is no impossible schedule
+        if not isinstance(work, Schedule):  # a misspelt name is no impossible schedule
+            find(work)
+            check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
         try:
             rows.append(_row(_with_costs(work, num_ranks, num_microbatches, cost), cost, lanes))
         except ValueError as error:

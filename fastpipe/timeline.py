@@ -7,7 +7,7 @@ transfers of a program, `Timeline.critical_path` what a timeline's makespan cons
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -72,7 +72,8 @@ class Timeline:
         check_type(Program, program=self.program)
         sizes = [columns.shape[1:] for columns in self.program.columns]
         for name, given in (("starts", self.starts), ("ends", self.ends)):
-            if not isinstance(given, Sequence) or list(map(np.shape, given)) != sizes:
+            arrays = [one for one in given if isinstance(one, np.ndarray)] if isinstance(given, Iterable) else []
+            if [one.shape for one in arrays] != sizes:
                 raise ValueError(f"{name}: give for each rank the seconds of its instructions, in arrays {sizes}")
 
     @cached_property

@@ -66,8 +66,9 @@ class PipelineSchedule:
     ) -> None:
         self._loss_kwargs[0] = loss_kwargs or {}
         args = [list(values) for values in zip(*arg_mbs, strict=True)] if arg_mbs else args
-        named = kwarg_mbs or ()  # a microbatch without an argument, such as images, gets None
-        kwargs |= {name: [values.get(name) for values in named] for values in named for name in values}
+        names = dict.fromkeys(name for values in kwarg_mbs or () for name in values)
+        # a microbatch without an argument, such as images, gets None
+        kwargs |= {name: [values.get(name) for values in kwarg_mbs or ()] for name in names}
         result = call(*args, target=list(target_mbs) if target_mbs else target, **kwargs)
         if losses is not None:
             losses.extend(result.losses or ())
@@ -117,7 +118,8 @@ def _layers(model: nn.Module, parallelism: Any) -> dict[str, int]:
     costs["tok_embeddings"], found = parallelism.pipeline_parallel_first_stage_less_layers, {}
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleDict | nn.ModuleList):
-            found.update({f"{name}.{key}": 1 for key, _ in child.named_children()})
+            keys = child if isinstance(child, nn.ModuleDict) else range(len(child))
+            found.update({f"{name}.{key}": 1 for key in keys})
         elif name in costs or parallelism.module_fqns_per_model_part:
             found[name] = costs.get(name, 0)
         else:

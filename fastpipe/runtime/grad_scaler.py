@@ -38,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         TypeError: if ``pipe`` is not a Pipeline.
-        ValueError: for another number that is out of its range.
+        ValueError: for a factor or an interval out of its range.
     """
 
     def __init__(
@@ -52,14 +52,16 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         if not isinstance(pipe, Pipeline):
             raise TypeError(f"pipe is of type {type(pipe).__name__}: give the Pipeline whose steps are to be scaled")
-        limits = {"init_scale": (0.0, math.inf), "growth_factor": (1.0, math.inf), "backoff_factor": (0.0, 1.0)}
-        for name, value in zip(limits, (init_scale, growth_factor, backoff_factor), strict=True):
-            least, most = limits[name]
-            if not (isinstance(plain(value), int | float) and least < value < most):
-                raise ValueError(f"{name} = {value!r}: give a number above {least:g} and below {most:g}")
-        check_counts(growth_interval=growth_interval)
         check_flags(enabled=enabled)
-        super().__init__(pipe.device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        for name, value, least, most in (
+            ("init_scale", init_scale, 0.0, math.inf),
+            ("growth_factor", growth_factor, 1.0, math.inf),
+            ("backoff_factor", backoff_factor, 0.0, 1.0),
+        ):
+            if enabled and not (isinstance(plain(value), int | float) and least < value < most):
+                raise ValueError(f"{name} = {value!r}: give a number above {least:g} and below {most:g}")
+        (interval,) = check_counts(growth_interval=growth_interval)
+        super().__init__(pipe.device.type, init_scale, growth_factor, backoff_factor, interval, enabled)
         # not the pipeline itself: its steps hold this, and it ends when the script drops it
         self._pipe: Any = weakref.proxy(pipe)
         pipe._steps.loss_scale = self._loss_scale if enabled else None

@@ -76,7 +76,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("to", "cuda", "cpu", "half", "bfloat16", "float", "double", "compile"), _MOVE),
     **dict.fromkeys(("close", "shutdown", "stop", "destroy"), _CLOSE),
     **dict.fromkeys(("eval_batch", "evaluate", "inference"), "eval_step(x, target=y) runs the forward of a batch"),
-    **dict.fromkeys(("save_checkpoint", "load_checkpoint"), "call fastpipe.save_checkpoint(path, pipe)"),
+    **{name: f"call fastpipe.{name}(path, pipe)" for name in ("save_checkpoint", "load_checkpoint")},
     "zero_grad": "call optimizer.zero_grad(), of an optimizer made of pipe.parameters()",
     "clip_grad_norm": "it is clip_grad_norm_(max_norm)",
     "training": "train() and eval() set the mode; each of stage_modules has its own",

@@ -216,9 +216,16 @@ def test_an_unknown_child_is_named() -> None:
         built(options(), model)
 
 
-def test_a_weight_of_two_stages_is_refused() -> None:
-    model = Layers()
-    model.output.weight = model.tok_embeddings.weight
+@pytest.mark.parametrize("how", ["a weight", "a layer", "a layer of a list"])
+def test_what_two_stages_would_have_is_refused(how: str) -> None:
+    model: Any = Layers()
+    if how == "a weight":
+        model.output.weight = model.tok_embeddings.weight
+    elif how == "a layer":
+        model.layers["3"] = model.layers["0"]
+    else:
+        model.layers = nn.ModuleList(model.layers.values())
+        model.layers[3] = model.layers[0]
     with pytest.raises(ValueError, match="a weight is in several stages"):
         built(options(), model)
 

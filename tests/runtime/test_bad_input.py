@@ -392,6 +392,16 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.eval_step(X, target=Y, trace=torch.ones(len(X))),
         "trace is a Tensor: it is whether the result has the times of all ranks",
     ),
+    "a whole target of several rows for each of theirs": (
+        {},
+        lambda p: p.step(list(X.split([1, 1, 1, len(X) - 3])), target=Y.repeat(2, 1)),
+        r"target has 18 rows, .* of \[5, 5, 4, 4\], and those of the input have \[1, 1, 1, 6\]",
+    ),
+    "a whole target beside what a function cuts": (
+        {"split": {0: lambda x, n: list(x.split([1, 1, 1, len(x) - 3]))}},
+        lambda p: p.step(X, target=Y),
+        r"target has 9 rows, .* of \[3, 2, 2, 2\], .* have \[1, 1, 1, 6\]: .* or both a function in split=",
+    ),
     "no flag": (
         {},
         lambda p: p.step(X, target=Y, gather_outputs="no"),  # type: ignore[arg-type]
@@ -527,6 +537,7 @@ def test_numbers_of_numpy_are_as_good() -> None:
         ("to", "a Pipeline has no 'to': pass device= to Pipeline"),
         ("close", "a Pipeline has no 'close': there is nothing to call"),
         ("train_batch", r"a Pipeline has no 'train_batch': step\(x, target=y\)"),
+        ("load_checkpoint", "a Pipeline has no 'load_checkpoint': call fastpipe.load_checkpoint"),
         ("modules", "a Pipeline has no 'modules': .* stage_modules"),
         ("stp", "^'Pipeline' object has no attribute 'stp'$"),
     ],

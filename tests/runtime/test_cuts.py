@@ -154,6 +154,7 @@ def test_parameters_are_counted() -> None:
     layers = [nn.Linear(3, 5), nn.ReLU(), nn.LayerNorm(5)]
     assert layer_costs(layers, by="parameters") == [20, 0, 10]
     assert layer_costs(nn.Sequential(*layers), by="parameters") == [20, 0, 10]
+    assert layer_costs(nn.Sequential(*layers).children(), by="parameters") == [20, 0, 10]  # type: ignore[arg-type]
 
 
 def test_flops_are_those_of_forward_and_backward() -> None:

@@ -96,6 +96,9 @@ def test_the_scale_is_in_the_gradients_of_outputs(executor: str) -> None:
         pipe.step(x, output_grad=grad)
         found.append([p.grad for p in pipe.parameters()])
         assert scaler.is_enabled() == scaled
+        assert not GradScaler(
+            pipe, growth_factor=1.0, enabled=False
+        ).is_enabled()  # factors matter if enabled, as in torch
     assert all(same_bits(4 * plain, scaled) for plain, scaled in zip(*found, strict=True))
 
 

@@ -186,6 +186,7 @@ class Both:
 
     def check(self) -> None:
         expected = dict(self.models[1].named_parameters(remove_duplicate=False))
+        assert len(list(self.pipe.named_parameters())) == len(list(self.models[1].parameters()))
         for name, parameter in self.pipe.named_parameters():
             assert same_bits(parameter, expected[name]), name
             grads = [p.grad for p in (parameter, expected[name]) if p.grad is not None]

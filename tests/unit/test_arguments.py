@@ -138,6 +138,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: TIMELINE.plot(b"x.png"), "path = b'x.png': give the name of a file"),
     (lambda: ANY.Timeline(SCHEDULE, [], []), "program: expected a Program, found Schedule"),
     (lambda: ANY.Timeline(PROGRAM, TIMELINE.starts, TIMELINE.ends[:1]), "ends: give for each rank the seconds"),
+    (lambda: ANY.Timeline(PROGRAM, [list(s) for s in TIMELINE.starts], TIMELINE.ends), "starts: give for each rank"),
     (lambda: Schedule.from_csv(None), "path = None: give the name of a file"),  # type: ignore[arg-type]
     (lambda: CostModel.from_timeline(SCHEDULE), "timeline: expected a Timeline, found Schedule"),
     (lambda: CostModel(backward_weight=[1, 2]).compute_seconds(Op.OVERLAP_F_B, 0), "stage = -1: give a whole number"),
@@ -152,7 +153,10 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: fastpipe.LayerCosts(4).parameters([[0, 2], [2, 4]]), "part: expected a range, found list"),  # type: ignore[list-item]
     (lambda: formulas.bubble_formula(["1f1b"]), "name = ['1f1b']: no closed form"),  # type: ignore[arg-type]
     (lambda: ANY.compare(["x"], num_ranks=2, num_microbatches=2, skip_impossible=True), "schedule name = 'x'"),
-    (lambda: ANY.compare([], num_ranks=0, num_microbatches=2, skip_impossible=True), "num_ranks = 0: give a whole"),
+    (
+        lambda: ANY.compare(["1f1b"], num_ranks=0, num_microbatches=2, skip_impossible=True),
+        "num_ranks = 0: give a whole",
+    ),
     (lambda: ANY.compare([], num_ranks=2, num_microbatches=2, lanes="x"), "lanes = 'x': use 'directed'"),
     (lambda: PLAN.recompute(2), "stage = 2: give a whole number from 0 to 1"),
     (lambda: grid(PROGRAM), "schedule: expected a Schedule, found Program"),  # type: ignore[arg-type]

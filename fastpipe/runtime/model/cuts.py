@@ -71,8 +71,8 @@ def layer_costs(
         ValueError: for an unknown ``by``, no layers, or a missing example.
     """
     measures = {"flops": _flops, "seconds": _seconds, "activation_bytes": _activation_bytes, "memory": _memory}
-    check_modules("layers", layers)
-    listed = list(layers)
+    listed = list(layers) if isinstance(layers, Iterable) else layers
+    check_modules("layers", listed)
     if not listed:
         raise ValueError("layers is empty: give the list of the model's layers")
     for i, layer in enumerate(listed):

@@ -132,7 +132,9 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
 
 def _check_example(model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse an example that is given in one piece."""
-    if "example" in kwargs and "example" not in inspect.signature(model.forward).parameters:
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and not is_hugging_face(model)
+    if "example" in kwargs and "example" not in parameters and not takes_any:
         raise TypeError(
             f"split takes an example's arguments as {type(model).__name__} does, not example=: call split(model, x) "
             "or split(model, **batch)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -201,14 +202,16 @@ def check_batches(digests: Mapping[str, Mapping[str, list[Any]]]) -> None:
 
 
 def _check_parts(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:
-    """Refuse a whole batch beside microbatches of the same rows in all, but cut elsewhere."""
-    for name, parts in ((name, found) for name, (found, way) in whole.items() if way == PARTS):
-        for other, (rows, way) in whole.items():
-            if way != PARTS and rows == sum(parts) and (own := [*rows_of_split(rows, num_microbatches)]) != parts:
-                raise ValueError(
-                    f"{other} has {rows} rows, which are split into microbatches of {own}, and those of {name} have "
-                    f"{parts}: give both as lists of microbatches, or both whole"
-                )
+    """Refuse a whole batch with as many rows as the user's microbatches, or a multiple, that would be cut elsewhere."""
+    parts_of = {name: found for name, (found, way) in whole.items() if way == PARTS}
+    rows_by_name = {name: found for name, (found, way) in whole.items() if way != PARTS}
+    for (name, parts), (other, rows) in itertools.product(parts_of.items(), rows_by_name.items()):
+        own, total = list(rows_of_split(rows, num_microbatches)), sum(parts)
+        if rows and rows % total == 0 and [part * rows for part in parts] != [part * total for part in own]:
+            raise ValueError(
+                f"{other} has {rows} rows, which are split into microbatches of {own}, and those of {name} have "
+                f"{parts}: give both as lists of microbatches, both whole, or both a function in split="
+            )
 
 
 def _check_not_shared(whole: Mapping[str, list[Any]], num_microbatches: int) -> None:

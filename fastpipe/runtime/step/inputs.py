@@ -34,7 +34,7 @@ from fastpipe.schedule import Schedule
 
 ROWS, NAMED, RULE, PARTS = "rows", "named", "rule", "parts"
 """How a whole batch is split: positional inputs, and keyword inputs, by rows if they have the batch's number of rows;
-others by a rule of `split`; targets in any proportion. `PARTS` are the rows of microbatches given one by one."""
+others by a rule of `split`; targets in any proportion. `PARTS` are the rows of each microbatch, if the user cuts."""
 
 
 @dataclass(frozen=True)
@@ -355,9 +355,10 @@ def _note_whole(
 
 
 def _note_parts(inputs: Inputs, value: Any, parts: Sequence[Any], rules: Rules, key: str | int, name: str) -> None:
-    """Record the rows of microbatches that were given one by one, if they are not as many in each."""
+    """Record the rows of microbatches that the user has cut, if they are not as many in each."""
     rule = rule_for(rules, key)
-    if is_list_of_microbatches(value, rule) and len(set(rows := rows_of(parts, rule) or [0])) > 1:
+    is_cut = callable(rule) or is_list_of_microbatches(value, rule)
+    if is_cut and len(set(rows := rows_of(parts, rule) or [0])) > 1:
         inputs.whole[name] = [rows, PARTS]
 
 

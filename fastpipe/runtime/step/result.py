@@ -397,7 +397,10 @@ class StepResult:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The measured times of this process's ranks; of all ranks after a step with ``trace=True``."""
+        """The measured times of this process's ranks; of all ranks after a step with ``trace=True``.
+
+        On a GPU only such a step has the times of the device; others have those of the launches.
+        """
         starts, ends = [], []
         for rank, columns in enumerate(self._program.columns):
             nothing = np.full(columns.shape[1], np.nan)
