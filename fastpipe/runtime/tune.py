@@ -159,10 +159,7 @@ def _held_bytes(part: Stage, inputs: Tensors, batch: Sequence[torch.Tensor]) -> 
     for tensor in outputs:
         saved.add(tensor)
     for tensor in batch:
-        # a microbatch may be a view of the batch: not its whole storage
-        local = local_part(tensor)
-        local = local.values() if local.is_nested else local
-        saved.by_address[local.untyped_storage().data_ptr()] = local.nbytes
+        saved.add_view(tensor)  # a microbatch may be a view of the batch
     return sum(saved.by_address.values()), () if part.is_last else tuple(output.detach() for output in outputs)
 
 

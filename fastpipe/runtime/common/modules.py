@@ -191,7 +191,7 @@ class SavedBytes:
 
     def __init__(self, module: nn.Module) -> None:
         self.by_address: dict[int, int] = {}
-        self._own = {_storage_of(tensor).data_ptr() for _, tensor in tensors_of(module)}
+        self._own = {_with_storage(tensor).untyped_storage().data_ptr() for _, tensor in tensors_of(module)}
 
     def counted(self) -> AbstractContextManager[None]:
         """Context of the forwards."""
@@ -199,16 +199,21 @@ class SavedBytes:
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count the tensor's storage, too."""
-        storage = _storage_of(tensor)
+        storage = _with_storage(tensor).untyped_storage()
         if storage.data_ptr() not in self._own:
             self.by_address[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    def add_view(self, tensor: torch.Tensor) -> None:
+        """Of a tensor's storage, count only the part that it shows."""
+        local = _with_storage(tensor)
+        self.by_address[local.untyped_storage().data_ptr()] = local.nbytes
 
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """On this process, also of a DTensor; of a nested tensor that of its values."""
+
+def _with_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """What has its storage on this process: of a DTensor the local part, of a nested tensor its values."""
     local = without_wait(local_part(tensor))
-    return (local.values() if local.is_nested else local).untyped_storage()
+    return local.values() if local.is_nested else local
 
 
 def on_meta(modules: Iterable[nn.Module]) -> bool:
