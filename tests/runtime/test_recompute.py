@@ -159,16 +159,19 @@ def test_a_policy_is_asked_for_every_stage(executor: str) -> None:
 
 
 class Drops(nn.Module):
-    """Draws random numbers, and has buffers that a second forward would change again."""
+    """Draws random numbers, and uses buffers that every forward changes, in place and as another tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.block, self.norm, self.dropout = Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
         self.register_buffer("size", torch.zeros(()))
+        self.register_buffer("count", torch.ones(()))
+        self.norm.register_buffer("same_count", self.count)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.size = 0.9 * self.size + 0.1 * x.detach().abs().mean()  # another tensor under the same name
-        return self.norm(self.dropout(self.block(x)))
+        self.size = 0.9 * self.size + 0.1 * x.detach().abs().mean()
+        self.count += 1
+        return self.norm(self.dropout(self.block(x)) * self.count.clone() - self.size) / self.norm.same_count.clone()
 
 
 DROPS = Case(lambda n: [Drops() for _ in range(n)])

@@ -38,7 +38,7 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
     Returns:
         A function that restores them; may be called repeatedly.
     """
-    places = [(module, dict(buffers_of(module).items())) for root in modules for module in root.modules()]
+    places = [(module, dict(buffers_of(module).items())) for root in modules for module in walked(root)]
     found = {id(b): unrepeated(b) for _, named in places for b in named.values() if b is not None}.values()
     kept = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in found]
 
@@ -53,6 +53,29 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
                 (buffer.data if version_of(buffer) == version else buffer).copy_(value)
 
     return put_back
+
+
+class BuffersBefore:
+    """The buffers of a module before a forward, for a repetition of it after they have changed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        places = [(part, name, b) for part in walked(module) for name, b in buffers_of(part).items() if b is not None]
+        copies = {buffer: (version_of(buffer), buffer.detach().clone()) for _, _, buffer in places}
+        self._kept = [(part, name, buffer, *copies[buffer]) for part, name, buffer in places]
+
+    def forget_unchanged(self) -> None:
+        """Release the copies of buffers that nobody has replaced or changed since, except through ``data``."""
+        self._kept = [
+            (part, name, buffer, version, copy)
+            for part, name, buffer, version, copy in self._kept
+            if name not in buffers_of(part) or buffers_of(part)[name] is not buffer or version_of(buffer) != version
+        ]
+
+    def put_in(self) -> None:
+        """Let the module use copies with the values of then, which it may change; its own buffers stay as they are."""
+        copies = {copy: copy.clone() for *_, copy in self._kept}
+        for part, name, *_, copy in self._kept:
+            buffers_of(part)[name] = copies[copy]
 
 
 OF_TORCH = vars(nn.Module()).keys()

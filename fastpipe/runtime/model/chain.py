@@ -3,8 +3,8 @@
 `carry` passes a value from one layer to every later layer whose forward names it.
 
 Recomputation is `torch.utils.checkpoint` without reentrance, around a stage or each of its layers. A split backward
-recomputes once, in I (see ``csrc/torch/weight_grad.h``), with the random numbers of F. Buffers, for example
-BatchNorm's, keep the values of F, as a second forward would update them twice.
+recomputes once, in I (see ``csrc/torch/weight_grad.h``), with the random numbers of F and with the buffers that F had.
+Buffers, for example BatchNorm's, then keep their values, as a second forward would update them twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fastpipe.runtime.common import children_of, keep_buffers, pytree, tensor_leaves, torch_private, version_of
+from fastpipe.runtime.common import (
+    BuffersBefore,
+    children_of,
+    keep_buffers,
+    pytree,
+    tensor_leaves,
+    torch_private,
+    version_of,
+)
 from fastpipe.runtime.data_parallel import is_sharded
 
 
@@ -192,7 +200,7 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
 
     Args:
         function: called again in the backward.
-        module: the buffers that the function may change.
+        module: its buffers may change in the function. In the repetition they are as they were before the first call.
 
     Raises:
         ValueError: if the function changes an input in place. torch notices that of tensors that are arguments
@@ -206,15 +214,19 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_repetition
-        put_back = keep_buffers([module]) if is_repetition else None
-        is_repetition = True
+        if not is_repetition:
+            is_repetition = True
+            return function(*args, **kwargs)
+        put_back = keep_buffers([module])
         try:
+            before.put_in()
             return function(*args, **kwargs)
         finally:
-            if put_back is not None:
-                put_back()
+            put_back()
 
+    before = BuffersBefore(module)
     output = checkpoint(run, *args, use_reentrant=False, **kwargs)
+    before.forget_unchanged()
     if versions != [version_of(tensor) for tensor in tensors]:
         name = "a stage" if isinstance(module, Chain) else type(module).__name__
         raise ValueError(
