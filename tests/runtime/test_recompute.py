@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,14 +80,13 @@ class Counted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.calls, self.most = 0, 0
-        self.made: list[StorageWeakRef] = []
+        self.all = SimpleNamespace(calls=0, most=0, made=[])  # a recompute restores attributes of the layer itself
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.all.calls += 1
         hidden = torch.tanh(self.first(x))
-        self.made = [ref for ref in self.made if not ref.expired()] + [StorageWeakRef(hidden.untyped_storage())]
-        self.most = max(self.most, len(self.made))
+        self.all.made = [it for it in self.all.made if not it.expired()] + [StorageWeakRef(hidden.untyped_storage())]
+        self.all.most = max(self.all.most, len(self.all.made))
         return torch.tanh(self.second(hidden))
 
 
@@ -104,7 +104,7 @@ def test_one_recompute_a_microbatch(way: str, schedule: str, executor: str) -> N
     pipe.eval_step(*batch.args)
     layers = [m for stage in pipe._steps.stages for m in stage.module.modules() if isinstance(m, Counted)]
     microbatches = 4 if schedule == "dualpipe" else 8  # of a holder
-    assert {layer.calls for layer in layers} == {microbatches * (2 * (1 if way == "none" else 2) + 1)}
+    assert {layer.all.calls for layer in layers} == {microbatches * (2 * (1 if way == "none" else 2) + 1)}
 
 
 @executors_in_turn("schedule, reentrant", itertools.product(["1f1b", "zb_h1", "zbv", "dualpipev"], [False, True]))
@@ -120,7 +120,7 @@ def test_one_recompute_by_the_layers_own_checkpoint(schedule: str, reentrant: bo
     result = pipe.step(*batch.args, target=batch.target)
     assert_same(pipe, result, unsplit, reference_step(unsplit, (batch.args, batch.target), pipe.schedule, squared))
     layers = [m for stage in pipe._steps.stages for m in stage.module.modules() if isinstance(m, Own)]
-    assert {layer.calls for layer in layers} == {2 * 8}
+    assert {layer.all.calls for layer in layers} == {2 * 8}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "gpipe"])
@@ -135,7 +135,7 @@ def test_what_is_held_is_what_the_simulator_predicts(schedule: str, executor: st
         pipe = Pipeline(COUNTED.layers(4), schedule, 8, squared, num_ranks=4, executor=executor, recompute=way)
         pipe.step(*batch.args, target=batch.target)
         predicted = simulate(pipe.schedule, replace(cost, recompute=recompute))
-        held = [next(pipe.stage_modules[stage].children()).most for stage in range(4)]
+        held = [next(pipe.stage_modules[stage].children()).all.most for stage in range(4)]
         # a forward in progress holds its own for a moment
         assert held == [max(1, round(count)) for count in predicted.peak_bytes], way
         found[way] = held
@@ -154,12 +154,14 @@ def test_a_policy_is_asked_for_every_stage(executor: str) -> None:
     batch = COUNTED.batches(1, 16)[0]
     pipe.step(*batch.args, target=batch.target)
     layers = [m for stage in range(4) for m in pipe.stage_modules[stage].children()]
-    assert [layer.calls for layer in layers] == [4, 4, 8, 8, 8, 8, 8, 8]
+    assert [layer.all.calls for layer in layers] == [4, 4, 8, 8, 8, 8, 8, 8]
     assert "recompute   full: stages 1, 3\nrecompute   layers: stage" in pipe.describe()
 
 
 class Drops(nn.Module):
-    """Draws random numbers, and uses buffers that every forward changes, in place and as another tensor."""
+    """Draws random numbers, and uses buffers and a number that every forward changes."""
+
+    calls = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,10 +173,18 @@ class Drops(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.size = 0.9 * self.size + 0.1 * x.detach().abs().mean()
         self.count += 1
-        return self.norm(self.dropout(self.block(x)) * self.count.clone() - self.size) / self.norm.same_count.clone()
+        self.calls, self.output = (
+            self.calls + 1,
+            self.norm(self.dropout(self.block(x)) * self.count.clone() - self.size),
+        )
+        return self.output * self.calls / self.norm.same_count.clone()
 
 
 DROPS = Case(lambda n: [Drops() for _ in range(n)])
+
+
+def all_drops(pipe: Pipeline) -> list[Drops]:
+    return [part for stage in pipe._steps.stages for part in stage.module.modules() if isinstance(part, Drops)]
 
 
 @executors_in_turn(
@@ -200,6 +210,9 @@ def test_random_numbers_and_buffers_are_those_of_the_forward(schedule: str, way:
             strict=True,
         ):
             assert same_bits(found, expected), name
+        for one, other in zip(*map(all_drops, (pipe, plain)), strict=True):
+            assert one.calls == other.calls == 1 + 4 * (step + 1)
+            assert same_bits(one.output, other.output)
 
 
 def test_stages_of_ones_own_are_recomputed_as_a_whole(executor: str) -> None:
@@ -210,7 +223,7 @@ def test_stages_of_ones_own_are_recomputed_as_a_whole(executor: str) -> None:
     pipe.step(*batch.args, target=batch.target)
     reference_step(unsplit, (batch.args, batch.target), pipe.schedule, squared)
     for layer, other in zip(layers, unsplit.children(), strict=True):
-        assert layer.calls == 8
+        assert layer.all.calls == 8
         assert all(same_bits(a.grad, b.grad) for a, b in zip(layer.parameters(), other.parameters(), strict=True))
 
 
@@ -229,11 +242,11 @@ class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.calls, self.at = 0, 5
+        self.calls: list[None] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == self.at:
+        self.calls.append(None)
+        if len(self.calls) == 5:
             raise OverflowError("again")
         return self.linear(x)
 

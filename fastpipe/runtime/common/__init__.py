@@ -34,9 +34,9 @@ from fastpipe.runtime.common.failure import (
 from fastpipe.runtime.common.guards import Calls, claimed, end_child, keep_in_children
 from fastpipe.runtime.common.modules import (
     OF_TORCH,
-    BuffersBefore,
     KeptAttributes,
     SavedBytes,
+    StateBefore,
     alias_of,
     allocate,
     bind_alias,

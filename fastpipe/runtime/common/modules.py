@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -55,27 +56,60 @@ def keep_buffers(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return put_back
 
 
-class BuffersBefore:
-    """The buffers of a module before a forward, for a repetition of it after they have changed."""
+_PLAIN = bool, int, float, complex, str, bytes, NoneType
+"""Values that nothing can change."""
+
+
+def _plain_and_replaced(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: it for n, it in before.items() if isinstance(it, _PLAIN) and (n not in now or now[n] is not it)}
+
+
+class StateBefore:
+    """The buffers and plain attributes of a module before a forward, for a repetition of it after they have changed."""
 
     def __init__(self, module: nn.Module) -> None:
-        places = [(part, name, b) for part in walked(module) for name, b in buffers_of(part).items() if b is not None]
+        self._parts = walked(module)
+        places = [(part, name, b) for part in self._parts for name, b in buffers_of(part).items() if b is not None]
         copies = {buffer: (version_of(buffer), buffer.detach().clone()) for _, _, buffer in places}
-        self._kept = [(part, name, buffer, *copies[buffer]) for part, name, buffer in places]
+        self._buffers = [(part, name, buffer, *copies[buffer]) for part, name, buffer in places]
+        self._attributes = self._attributes_now()
+        self._replaced: list[tuple[nn.Module, set[str], dict[str, Any]]] = []
+
+    def _attributes_now(self) -> list[tuple[nn.Module, dict[str, Any]]]:
+        """Of modules that are not torch's own, whose forwards replace none."""
+        return [(part, dict(vars(part))) for part in self._parts if not type(part).__module__.startswith("torch.nn.")]
 
     def forget_unchanged(self) -> None:
-        """Release the copies of buffers that nobody has replaced or changed since, except through ``data``."""
-        self._kept = [
+        """Release what nobody has replaced or changed since, except through a tensor's ``data``."""
+        self._buffers = [
             (part, name, buffer, version, copy)
-            for part, name, buffer, version, copy in self._kept
+            for part, name, buffer, version, copy in self._buffers
             if name not in buffers_of(part) or buffers_of(part)[name] is not buffer or version_of(buffer) != version
         ]
+        self._replaced = [
+            (part, vars(part).keys() - before.keys(), _plain_and_replaced(before, vars(part)))
+            for part, before in self._attributes
+            if not _are_same(vars(part), before)
+        ]
+        self._attributes.clear()
 
-    def put_in(self) -> None:
-        """Let the module use copies with the values of then, which it may change; its own buffers stay as they are."""
-        copies = {copy: copy.clone() for *_, copy in self._kept}
-        for part, name, *_, copy in self._kept:
-            buffers_of(part)[name] = copies[copy]
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Context of the repetition; afterwards buffers and attributes, tensors too, are as they were before it."""
+        restore_buffers, attributes = keep_buffers(self._parts[:1]), self._attributes_now()
+        copies = {copy: copy.clone() for *_, copy in self._buffers}
+        try:
+            for part, name, *_, copy in self._buffers:
+                buffers_of(part)[name] = copies[copy]
+            for part, added, before in self._replaced:
+                for name in added:
+                    vars(part).pop(name, None)
+                vars(part).update(before)
+            yield
+        finally:
+            restore_buffers()
+            for part, before in attributes:
+                vars(part).update(before)
 
 
 OF_TORCH = vars(nn.Module()).keys()

@@ -24,9 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fastpipe.runtime.common import (
-    BuffersBefore,
+    StateBefore,
     children_of,
-    keep_buffers,
     pytree,
     tensor_leaves,
     torch_private,
@@ -217,14 +216,10 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
         if not is_repetition:
             is_repetition = True
             return function(*args, **kwargs)
-        put_back = keep_buffers([module])
-        try:
-            before.put_in()
+        with before.repeated():
             return function(*args, **kwargs)
-        finally:
-            put_back()
 
-    before = BuffersBefore(module)
+    before = StateBefore(module)
     output = checkpoint(run, *args, use_reentrant=False, **kwargs)
     before.forget_unchanged()
     if versions != [version_of(tensor) for tensor in tensors]:
