@@ -9,7 +9,6 @@ BatchNorm's, keep the values of F, as a second forward would update them twice.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import weakref
@@ -172,19 +171,16 @@ def recompute_of(policy: Policy, stage: int, module: nn.Module) -> str:
         ValueError: if the policy's function returns an invalid value.
     """
     if callable(policy):
-        with contextlib.suppress(ValueError):  # for a function without a signature
-            _check_arguments(policy)
+        try:
+            inspect.signature(policy).bind(0, None)
+        except TypeError as error:
+            raise TypeError(f"recompute is a function that does not take (stage index, module): {error}") from None
+        except ValueError:
+            pass  # it has no signature
     way = policy(stage, module) if callable(policy) else policy
     if way not in WAYS:
         raise ValueError(f"recompute returned {way!r} for stage {stage}: return 'none', 'full' or 'layers'")
     return way
-
-
-def _check_arguments(policy: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(policy).bind(0, None)
-    except TypeError as error:
-        raise TypeError(f"recompute is a function that does not take (stage index, module): {error}") from None
 
 
 def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -271,7 +267,7 @@ class WholeNames(nn.Module):
 
     def accepts(self) -> frozenset[str] | None:
         """The accepted keyword arguments; None for any."""
-        return _named_in(self)
+        raise NotImplementedError
 
     def recomputes(self, way: str) -> bool:
         """Set what is recomputed in the backward; whether this module does it itself. See `with_recompute`."""
@@ -314,7 +310,7 @@ class Chain(WholeNames):
         layers: Any = children_of(self).values()
         # not children(), which skips a repeated layer
         for layer, names in zip(layers, self._names, strict=True):
-            inputs, named = as_arguments(value), selected(kwargs, names) if kwargs else {}
+            inputs, named = as_arguments(value), selected(kwargs, names)
             try:
                 value = (
                     layer(*inputs, **named) if self._recompute != LAYERS else recomputed(layer, layer, inputs, named)
@@ -330,8 +326,9 @@ class Chain(WholeNames):
 
     def accepts(self) -> frozenset[str] | None:
         """The keyword arguments that any of its layers takes; None for any."""
-        names = [accepted_names(layer) for layer in self.children()]
-        return None if None in names else frozenset().union(*(n for n in names if n is not None))
+        return (
+            None if None in self._names else frozenset().union(*(names for names in self._names if names is not None))
+        )
 
 
 def _note_inputs(error: TypeError, layer: nn.Module, count: int, named: Collection[str]) -> None:
@@ -583,20 +580,18 @@ def with_recompute(
 
 def accepted_names(module: nn.Module) -> frozenset[str] | None:
     """The keyword arguments that a module's forward takes; None for any."""
-    return module.accepts() if isinstance(module, WholeNames) else _named_in(module)
-
-
-def positional_names(module: nn.Module) -> list[str]:
-    """The names of the arguments that a module's forward may get by position, in order."""
-    return [p.name for p in _parameters_of_forward(module) or () if p.kind in _POSITIONAL]
-
-
-def _named_in(module: nn.Module) -> frozenset[str] | None:
+    if isinstance(module, WholeNames):
+        return module.accepts()
     parameters = _parameters_of_forward(module)
     if parameters is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
     keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return frozenset(p.name for p in parameters if p.kind in keywords)
+
+
+def positional_names(module: nn.Module) -> list[str]:
+    """The names of the arguments that a module's forward may get by position, in order."""
+    return [p.name for p in _parameters_of_forward(module) or () if p.kind in _POSITIONAL]
 
 
 def needed_names(module: nn.Module) -> list[str]:
@@ -619,6 +614,4 @@ def _parameters_of_forward(module: nn.Module) -> list[inspect.Parameter] | None:
 
 def selected(kwargs: Mapping[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
     """The items of ``kwargs`` in ``names``; all if ``names`` is None."""
-    if not kwargs:
-        return {}
     return {name: value for name, value in kwargs.items() if names is None or name in names}
