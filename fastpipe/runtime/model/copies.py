@@ -327,14 +327,13 @@ class LocalCopies(StageCopies):
                 raise self._changed("a part", original, "replaced")
             check_no_post_hooks(original)
         for stage, copied in self._stages:
-            firsts: tuple[Firsts, Firsts] = {}, {}
-            for number, pair in enumerate(zip(stage.modules(), copied.modules(), strict=True)):
-                theirs, own = (_first_names(number, module, found) for module, found in zip(pair, firsts, strict=True))
-                if theirs != own:
-                    name = min(name for name in theirs | own if theirs.get(name) != own.get(name))
-                    both = name in theirs and name in own
-                    how = "tied to another one, or separated from it," if both else "added or removed"
-                    raise self._changed(f"the parameter {name}", pair[0], how)
+            theirs, own = _first_names(stage), _first_names(copied)
+            if theirs != own:
+                name = min(name for name in theirs | own if theirs.get(name) != own.get(name))
+                both = name in theirs and name in own
+                how = "tied to another one, or separated from it," if both else "added or removed"
+                holder, _, local = name.rpartition(".")
+                raise self._changed(f"the parameter {local}", stage.get_submodule(holder), how)
         return {}
 
     @staticmethod
@@ -387,14 +386,11 @@ class LocalCopies(StageCopies):
         self.kept = []
 
 
-Firsts = dict[int, tuple[int, str]]
-"""By ``id`` of a parameter, the number of the first module that has it, and its name there."""
-
-
-def _first_names(number: int, module: nn.Module, firsts: Firsts) -> dict[str, tuple[int, str]]:
-    """The first names of a module's own parameters, by name; new parameters are added to ``firsts``."""
-    there = {name: parameter for name, parameter in parameters_of(module).items() if parameter is not None}
-    return {name: firsts.setdefault(id(parameter), (number, name)) for name, parameter in there.items()}
+def _first_names(stage: nn.Module) -> dict[str, str]:
+    """For each name of a parameter, the first name of the same one."""
+    firsts: dict[int, str] = {}
+    named = stage.named_parameters(remove_duplicate=False)
+    return {name: firsts.setdefault(id(parameter), name) for name, parameter in named}
 
 
 def _pairs_of_parameters(modules: Sequence[tuple[nn.Module, nn.Module]]) -> list[tuple[nn.Parameter, nn.Parameter]]:
