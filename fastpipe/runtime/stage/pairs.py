@@ -43,10 +43,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from contextvars import copy_context
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -372,8 +370,13 @@ def in_turns(
 ) -> None:
     """Run both halves in turns, from one `fastpipe.all_to_all` to the next, the backward in the helper."""
     turns = Turns(BACKWARD if backward_first else FORWARD)
-    second = partial(turns.run, BACKWARD, backward)
-    running = helper.submit(copy_context().run, _with_state, thread_state(), second)
+    state = thread_state()
+
+    def run_backward() -> None:
+        with state():
+            turns.run(BACKWARD, backward)
+
+    running = helper.submit(copy_context().run, run_backward)
     error: BaseException | None = None
     try:
         turns.run(FORWARD, forward)
@@ -385,11 +388,6 @@ def in_turns(
             raise error
     finally:
         del error, running  # breaks the reference cycle of exception and frame
-
-
-def _with_state(state: Callable[[], AbstractContextManager[None]], backward: Callable[[], None]) -> None:
-    with state():
-        backward()
 
 
 def _wait_to_end(running: Future[None]) -> BaseException | None:
