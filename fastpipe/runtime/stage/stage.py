@@ -43,7 +43,7 @@ from fastpipe.runtime.stage.boundary import (
 )
 from fastpipe.runtime.stage.context import ActionContext, ContextFactory
 from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses, StageWork
-from fastpipe.runtime.stage.pairs import METHOD, Criterion, OtherHalfError, fuse, method_of, num_calls, one_or_all
+from fastpipe.runtime.stage.pairs import METHOD, OtherHalfError, fuse, method_of, num_calls, one_or_all
 from fastpipe.runtime.stage.random_numbers import RandomNumbers
 
 logger = logging.getLogger("fastpipe")
@@ -268,14 +268,14 @@ class Stage:
                     f"{METHOD} of stage {self.index} has no place for what earlier layers carry "
                     f"({', '.join(carried)}): return it as further outputs, or leave out the method"
                 )
-            criterion, work = None, self.work
+            root, target, work = None, None, self.work
             if self.losses.loss_fn is not None and work.targets is not None and work.output_grads is None:
-                criterion = Criterion(self.index, work.targets[microbatch], partial(self.losses.root, microbatch))
-            found = fuse(self.index, self.modules[0], list(args), criterion, pair.modules[0], roots, grads)
+                root, target = partial(self.losses.root, microbatch), work.targets[microbatch]
+            found, loss = fuse(self.index, self.modules[0], list(args), root, target, pair.modules[0], roots, grads)
         output = one_or_all(found)
-        if criterion is not None and criterion.loss is not None:
+        if loss is not None:
             self.losses.keep(microbatch, output)
-            outputs: Tensors = (criterion.loss,)
+            outputs: Tensors = (loss,)
         else:
             self._check_fused(found)
             outputs = self._finish(microbatch, output) if self.is_last else self._pack_outputs(microbatch, output, {})
