@@ -98,8 +98,7 @@ class Executor(ABC):
     def forget_failure(self) -> None:
         """Before a step: clear a `fail` that came after the end of the last one."""
 
-    @abstractmethod
-    def drop_memory(self) -> None:
+    def drop_memory(self) -> None:  # noqa: B027 - in Python every message has new memory
         """Between steps: release the memory for received messages, which may be kept from step to step."""
 
     @property
@@ -290,9 +289,6 @@ class PythonExecutor(Executor):
     def forget_failure(self) -> None:
         """See `Executor.forget_failure`."""
         self.failed = False
-
-    def drop_memory(self) -> None:
-        """See `Executor.drop_memory`; every message has new memory here."""
 
     def run(
         self, signature: int, announce: bool, trace: bool = False, drain: bool = False
