@@ -220,23 +220,17 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
     return output
 
 
-class Original:
-    """A weak reference to a module of the unsplit model, which the caller may delete; copies and pickles lose it."""
-
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self.find: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
-
-    def __reduce__(self) -> tuple[type[Original], tuple[()]]:
-        return Original, ()
-
-
 class WholeNames(nn.Module):
     """A part of a model; its parameters and buffers have the unsplit model's names, unless ``whole_names`` is False."""
 
     whole_names = True
 
-    _original = Original()
-    _copied: Sequence[tuple[nn.Module, Original]] = ()
+    _original: Callable[[], nn.Module | None] = staticmethod(lambda: None)
+    _copied: Sequence[tuple[nn.Module, Callable[[], nn.Module | None]]] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy or a pickle, which stands for no other module."""
+        return {name: value for name, value in vars(self).items() if name not in ("_original", "_copied")}
 
     def stand_for(self, original: nn.Module, copied: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         """Have one training mode with a module of the unsplit model, while that exists.
@@ -244,14 +238,21 @@ class WholeNames(nn.Module):
         Args:
             copied: this one's copies of further modules of that model, with these; they have one mode, too.
         """
-        self._original, self._copied = Original(original), [(own, Original(module)) for own, module in copied]
+        # weak references, as the caller may delete the model
+        self._original, self._copied = weakref.ref(original), [(own, weakref.ref(module)) for own, module in copied]
         self.follow_modes()
+
+    def share_original(self, copies: Mapping[int, Any]) -> None:
+        """Let this one's copy, and those of its parts, by ``id``, stand for the same modules."""
+        copied = copies[id(self)]
+        copied._original = self._original
+        copied._copied = [(copies[id(own)], original) for own, original in self._copied]
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode, also of the unsplit model's modules that it stands for."""
         super().train(mode)
         for original in (self._original, *(original for _, original in self._copied)):
-            module = original.find()
+            module = original()
             if module is not None:
                 module.training = mode
         return self
@@ -262,7 +263,7 @@ class WholeNames(nn.Module):
         Once it is deleted, all have the mode of this module.
         """
         for own, original in ((self, self._original), *self._copied):
-            module = original.find()
+            module = original()
             own.training = self.training if module is None else module.training
 
     def accepts(self) -> frozenset[str] | None:

@@ -302,7 +302,7 @@ class RowStage(WholeNames):
                     "another value: split the model with an example like the step's inputs, or give it as in the "
                     "example"
                 )
-        model = self._original.find()
+        model = self._original()
         if model is None:
             return
         for name, value in self._constants.items():
