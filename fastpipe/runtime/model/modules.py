@@ -92,13 +92,11 @@ Holder = tuple[str, weakref.ref[nn.Module], dict[str, weakref.ref[nn.Module] | N
 """A module that is not called and has some that are: its path, and the called ones by name; None for others."""
 
 
-def _holders_of(layers: Layers | None, modules: Mapping[int, nn.Module]) -> list[Holder]:
+def _holders_of(whole: nn.Module | None, modules: Mapping[int, nn.Module]) -> list[Holder]:
     """The modules of the unsplit model from which stages have taken members, and the members of these stages."""
-    if layers is None or layers.whole is None:
-        return []
     own = {id(module) for stage in modules.values() for module in stage.modules()}
     found: list[Holder] = []
-    for path, holder in layers.whole.named_modules():
+    for path, holder in whole.named_modules() if whole is not None else ():
         members = children_of(holder)
         if id(holder) not in own and any(id(member) in own for member in members.values()):
             taken = {name: weakref.ref(m) if m is not None and id(m) in own else None for name, m in members.items()}
@@ -120,11 +118,12 @@ class RestOfModel:
     def __init__(self, layers: Layers | None, modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
         own = {id(parameter) for module in modules.values() for parameter in module.parameters()}
         named = () if layers is None else layers.chain(range(len(layers))).named_parameters()
+        whole = None if layers is None else layers.whole
         # the caller may let go of them
-        self._whole = None if layers is None or layers.whole is None else weakref.ref(layers.whole)
+        self._whole = None if whole is None else weakref.ref(whole)
         self._modules = modules
-        self._known = weakref.WeakSet(() if layers is None or layers.whole is None else layers.whole.modules())
-        self._holders = _holders_of(layers, modules)
+        self._known = weakref.WeakSet(() if whole is None else whole.modules())
+        self._holders = _holders_of(whole, modules)
         # a stage needs nothing for them, but optimizers and states know the first name only
         self._tied = [Shared(tie, modules) for tie in ties if len(tie.stages) == 1 and tie.stages[0] in modules]
         self._parameters = [(name, weakref.ref(parameter)) for name, parameter in named if id(parameter) not in own]

@@ -54,10 +54,6 @@ class UntraceableError(ValueError):
     """The forward does what cannot be recorded."""
 
 
-class UnhashableError(UntraceableError, TypeError):
-    """A `Number` is hashed; callers with a cache expect a TypeError."""
-
-
 class Number(int):
     """A size, or what a forward computes with sizes.
 
@@ -72,7 +68,7 @@ class Number(int):
 
     def __hash__(self) -> int:
         if self.tail.knows(self):
-            raise UnhashableError("a cache, or a dict, has sizes as keys")
+            raise TypeError("a cache, or a dict, has sizes as keys")  # callers with a cache expect this
         return hash(self.plain())
 
 
@@ -447,7 +443,7 @@ def row_of_modules(
     names = recording.names()
     if not names:
         raise ValueError(f"model: its blocks are {blocks[0]} to {blocks[-1]}, and its forward calls none; {INSTEAD}")
-    early = recording.early()
+    early = recording.early.intersection(names)
     _check_once(model, [*early, *names])
     if recording.changed:
         raise ValueError(
@@ -590,6 +586,7 @@ class _Recording(Results):
 
     Attributes:
         tail: its calls are the outermost ones.
+        early: the paths of modules that the forward calls before its first block.
         changed: attributes and buffers of modules that no stage calls, which the forward changed after the first block.
         read: as in `Row`.
     """
@@ -606,7 +603,7 @@ class _Recording(Results):
         self.changed: list[str] = []
         self.read: dict[str, Any] = {}
         self.tail = Tail(model)
-        self._before: set[str] = set()
+        self.early: set[str] = set()
         self._model, self._blocks, self._keeps_graph = model, blocks, keeps_graph
         entered = holders_of(row[0] for row in (blocks, *others)) | _later_rows(model, blocks)
         self._entered = {path: model.get_submodule(path) for path in entered}  # no stage calls them
@@ -644,10 +641,6 @@ class _Recording(Results):
         """The names of the called modules."""
         return [str(node.target) for node in self.tail.calls]
 
-    def early(self) -> set[str]:
-        """Modules that the forward calls before its first block, and again later."""
-        return self._before & {*self.names()}
-
     def _find_changed(self) -> list[str]:
         now, known = self._own_buffers(), self._buffers
         found = [n for n, (b, count) in now.items() if n not in known or b is not known[n][0] or count != known[n][1]]
@@ -682,23 +675,21 @@ class _Recording(Results):
         if len(self._open) == 1 and (self.tail.calls or path in self._blocks):
             if not self.tail.calls:
                 self._watch()
-                self.tail.begin(args, kwargs, {**_variables(), **self._results_before()})
+                # what functions of torch made, and the forward holds, if only in a nested call
+                found = ((source, reference()) for source, reference in self._made.values())
+                made = {source: tensor for source, tensor in found if tensor is not None}
+                self.tail.begin(args, kwargs, {**_variables(), **made})
             is_early = self._is_early(path, args, kwargs)
             self._open[0] = self.tail.call(path, args, kwargs, is_early=is_early)
         elif not self.tail.calls:
-            self._before.add(path)
+            self.early.add(path)
         return _plain(args), _plain(kwargs)
 
     def _is_early(self, path: str, args: Any, kwargs: Any) -> bool:
         """Whether layer 0, which has called the module already, can do that again: of weights that would be in two."""
-        if path not in self._before or not any(tensors_of(self._model.get_submodule(path))):
+        if path not in self.early or not any(tensors_of(self._model.get_submodule(path))):
             return False
         return all(map(self.tail.is_given, pytree.tree_leaves((args, kwargs))))
-
-    def _results_before(self) -> dict[Source, torch.Tensor]:
-        """What functions of torch made before the first block, and the forward holds, if only in a nested call."""
-        found = ((source, reference()) for source, reference in self._made.values())
-        return {source: tensor for source, tensor in found if tensor is not None}
 
     def _note_made(self, source: Source, tensor: torch.Tensor) -> None:
         self._made[id(tensor)] = source, weakref.ref(tensor)
