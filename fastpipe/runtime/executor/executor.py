@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastpipe.action import NONE, Action, ActionKind
+from fastpipe.action import NONE, ActionKind
 from fastpipe.dependencies import feeds
-from fastpipe.program import COMPUTE_OPS, ChannelKind, Instruction, Op, Program
+from fastpipe.program import ChannelKind, Instruction, Op, Program
 from fastpipe.runtime import native
 from fastpipe.runtime.common import CPU, Tensors, handed_over, torch_private
 from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, WAYS, PairCounts, Stage, in_turns, last_microbatches, make_helper
@@ -272,6 +272,7 @@ class PythonExecutor(Executor):
         self.error: BaseException | None = None
         self._counts = PairCounts()
         self._instructions = list(self.program[self.rank])
+        self._actions = [it.action for it in self._instructions]
         self._last_backwards = last_backwards(self._instructions)
         self._split = {(it.stage, it.microbatch) for it in self._instructions if it.op is Op.I}
         self._slot_of: dict[Message, int] = {}
@@ -300,16 +301,16 @@ class PythonExecutor(Executor):
         self.endpoint.begin(signature, announce)
         # an instruction ends when the next one starts
         times = [time.perf_counter()]
-        for position, it in enumerate(self._instructions):
+        for position, (it, action) in enumerate(zip(self._instructions, self._actions, strict=True)):
             self._position = position
             if position == self.wait_at and self.while_waiting is not None and not self.failed:
                 self._attempt(position, Op.WAIT_SEND, partial(_labelled, "waiting", self.while_waiting))
             if it.op >= Op.POST_RECV:
                 self._attempt(position, it.op, partial(self._move, it))
-            elif it.op not in COMPUTE_OPS:  # in a failed step, too, as the stage's replicas wait
+            elif action is None:  # in a failed step, too, as the stage's replicas wait
                 self._attempt(position, it.op, partial(self._collective, it.stage, it.op))
             elif not self.failed:
-                self._attempt(position, it.op, partial(_labelled, it.action, partial(self._compute, it)))
+                self._attempt(position, it.op, partial(_labelled, action, partial(self._compute, it)))
             times.append(time.perf_counter())
         self._position = len(self._instructions)
         if self._drained():
@@ -396,7 +397,7 @@ class PythonExecutor(Executor):
             return
         forward = partial(self._forward, it.stage, it.microbatch)
         backward = partial(self._backward, it.pair_stage, it.pair_microbatch)
-        labelled = partial(_labelled, Action(ActionKind.B, it.pair_stage, it.pair_microbatch), backward)
+        labelled = partial(_labelled, f"{it.pair_stage}B{it.pair_microbatch}", backward)
         if self.pairs == IN_TURNS and stage.can_alternate(pair):
             self._counts.in_turns += 1
             return self._in_turns(forward, labelled, pair.exchanges)

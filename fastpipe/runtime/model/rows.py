@@ -146,11 +146,14 @@ class Row(NamedTuple):
     read: Mapping[str, Any]
 
 
-def attributes_at(model: nn.Module, paths: Iterable[str]) -> dict[str, Any]:
-    """The attributes of modules, but for those that every module has."""
-    modules = {path: vars(model.get_submodule(path)) for path in paths}
-    found = {join(path, name): value for path, own in modules.items() for name, value in own.items()}
-    return {name: value for name, value in found.items() if name.rpartition(".")[2] not in OF_TORCH}
+def constants_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Any]:
+    """The public attributes of modules that are numbers, text or None, but for those that every module has."""
+    found: dict[str, Any] = {}
+    for path in paths:
+        own = vars(model.get_submodule(path)).items()
+        there = {join(path, name): value for name, value in own if name[0] != "_" and name not in OF_TORCH}
+        found |= {n: value for n, value in there.items() if value is None or type(value) in (bool, int, float, str)}
+    return found
 
 
 def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -59,7 +59,7 @@ from fastpipe.runtime.model.rows import (
     Row,
     RowStage,
     arguments_of,
-    attributes_at,
+    constants_of,
     holders_of,
     without_tensors,
 )
@@ -316,13 +316,8 @@ def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dic
         ]
         if {is_equal(other.args, other.kwargs) for other in others} - {None} != {True}:
             fixed[name] = without_tensors(value)
-    attributes = {name: value for name, value in attributes_at(model, holders).items() if name not in changed}
-    return made(fixed, {name: value for name, value in attributes.items() if _is_constant(name, value)})
-
-
-def _is_constant(name: str, value: Any) -> bool:
-    """Whether an attribute is a public one, and a number, text or None."""
-    return (value is None or type(value) in (bool, int, float, str)) and name.rpartition(".")[2][0] != "_"
+    constants = constants_of(model, holders)
+    return made(fixed, {name: value for name, value in constants.items() if name not in changed})
 
 
 def _observed(model: nn.Module, row: Iterable[str], run: Callable[[], list[Any]]) -> Runs:
