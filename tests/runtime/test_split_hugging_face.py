@@ -471,7 +471,7 @@ def test_a_loss_that_is_not_the_one_of_the_models_forward_is_refused(why: str) -
     ids = padded_batch(2)[0]
     layers = fastpipe.split(model, ids)
     for name in ("loss_fn", "num_tokens"):
-        with pytest.raises(ValueError, match=f"layers: the model's .*{why}.*write loss_fn"):
+        with pytest.raises(AttributeError, match=f"'{name}': the model's .*{why}.*write loss_fn"):
             getattr(layers, name)
     pipe = fastpipe.Pipeline(layers, "1f1b", 2, lambda output, _: output.mean(), num_ranks=2)
     torch.testing.assert_close(pipe.eval_step(ids, target=ids).outputs, model(ids).logits.detach())

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastpipe.action import NONE, Action, ActionKind
+from fastpipe.action import NONE, ActionKind
 from fastpipe.dependencies import feeds
 from fastpipe.program import ChannelKind, Instruction, Op, Program
 from fastpipe.runtime import native
@@ -63,11 +63,6 @@ class Executor(ABC):
         columns = self.program.columns[self.rank]
         self.last = {index: last_microbatches(columns, index) for index in self.stages}
         self._in_turns = partial(in_turns, make_helper(self.num_threads))
-        self._prepare()
-
-    @abstractmethod
-    def _prepare(self) -> None:
-        """Create the state that all steps share."""
 
     @abstractmethod
     def run(
@@ -103,8 +98,7 @@ class Executor(ABC):
     def forget_failure(self) -> None:
         """Before a step: clear a `fail` that came after the end of the last one."""
 
-    @abstractmethod
-    def drop_memory(self) -> None:
+    def drop_memory(self) -> None:  # noqa: B027 - in Python every message has new memory
         """Between steps: release the memory for received messages, which may be kept from step to step."""
 
     @property
@@ -165,7 +159,8 @@ class NativeExecutor(Executor):
     A run uses the calling thread's grad mode, autocast and inference mode.
     """
 
-    def _prepare(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         runtime: Any = native.load()
         columns = self.program.columns[self.rank]
         places = [(i, stage.is_first, stage.is_last, stage.fused_weight_grad) for i, stage in self.stages.items()]
@@ -260,40 +255,29 @@ class NativeExecutor(Executor):
         self._native.drop_memory()
 
 
-_LABEL_PREFIX = "PP:"
-"""As in torch's pipelines. Without a prefix torch's profiler demangles "2F0" as a C++ name to "F0"."""
-
-
-Resolved = tuple[Op, Callable[[], None], str]
-"""An instruction as a call; with the label of a compute action for torch's profiler, empty for others, which run in a
-failed step, too."""
-
-
 class PythonExecutor(Executor):
     """Interprets one rank's program; see `Executor`.
-
-    At construction every instruction is resolved to a method with its arguments: stage, input slot, message and so on.
-    A step makes these calls in order.
 
     Attributes:
         slots: received tensors that are not freed, by slot.
         made: results of compute actions that are not sent or handed over.
     """
 
-    def _prepare(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.endpoint = self.transport.endpoint(self.program, self.rank, self.timeout)
         self.slots: dict[int, Tensors] = {}
         self.made: dict[Message, Tensors] = {}
         self.failed = False
         self.error: BaseException | None = None
         self._counts = PairCounts()
-        instructions = list(self.program[self.rank])
-        self._last_backwards = last_backwards(instructions)
-        self._split = {(it.stage, it.microbatch) for it in instructions if it.op is Op.I}
+        self._instructions = list(self.program[self.rank])
+        self._actions = [it.action for it in self._instructions]
+        self._last_backwards = last_backwards(self._instructions)
+        self._split = {(it.stage, it.microbatch) for it in self._instructions if it.op is Op.I}
         self._slot_of: dict[Message, int] = {}
-        self.instructions = list(map(self._resolved, instructions))
-        self.waits_of_sends = _waits_of_sends(instructions)
-        self._position = len(self.instructions)
+        self._waits_of_sends = _waits_of_sends(self._instructions)
+        self._position = len(self._instructions)
 
     def position(self) -> int:
         """See `Executor.position`."""
@@ -307,9 +291,6 @@ class PythonExecutor(Executor):
         """See `Executor.forget_failure`."""
         self.failed = False
 
-    def drop_memory(self) -> None:
-        """See `Executor.drop_memory`; every message has new memory here."""
-
     def run(
         self, signature: int, announce: bool, trace: bool = False, drain: bool = False
     ) -> tuple[Seconds, Seconds] | None:
@@ -320,18 +301,23 @@ class PythonExecutor(Executor):
         self.endpoint.begin(signature, announce)
         # an instruction ends when the next one starts
         times = [time.perf_counter()]
-        for position, instruction in enumerate(self.instructions):
+        for position, (it, action) in enumerate(zip(self._instructions, self._actions, strict=True)):
             self._position = position
-            if position == self.wait_at and self.while_waiting is not None:
-                self._execute(position, (Op.WAIT_SEND, self.while_waiting, f"{_LABEL_PREFIX}waiting"))
-            self._execute(position, instruction)
+            if position == self.wait_at and self.while_waiting is not None and not self.failed:
+                self._attempt(position, Op.WAIT_SEND, partial(_labelled, "waiting", self.while_waiting))
+            if it.op >= Op.POST_RECV:
+                self._attempt(position, it.op, partial(self._move, it))
+            elif action is None:  # in a failed step, too, as the stage's replicas wait
+                self._attempt(position, it.op, partial(self._collective, it.stage, it.op))
+            elif not self.failed:
+                self._attempt(position, it.op, partial(_labelled, action, partial(self._compute, it)))
             times.append(time.perf_counter())
-        self._position = len(self.instructions)
+        self._position = len(self._instructions)
         if self._drained():
             return None
         stamps = np.array(times)
         starts, ends = stamps[:-1], stamps[1:].copy()
-        for send, wait in self.waits_of_sends:
+        for send, wait in self._waits_of_sends:
             ends[send] = ends[wait]
         return starts, ends
 
@@ -353,13 +339,11 @@ class PythonExecutor(Executor):
         finally:
             del error  # avoids a cycle of exception and frame
 
-    def _execute(self, position: int, instruction: Resolved) -> None:
-        op, call, label = instruction
-        if self.failed and label:
-            return
+    def _attempt(self, position: int, op: Op, call: Callable[[], None]) -> None:
+        """Call a function. An exception is published, and raised at the end of the step."""
         try:
-            _labelled(label, call)
-        except BaseException as error:  # published, and raised at the end of the step
+            call()
+        except BaseException as error:  # see above
             self.failed = True
             if self.error is None:
                 self.error = error
@@ -369,28 +353,51 @@ class PythonExecutor(Executor):
                 with contextlib.suppress(BaseException):  # the first error is already published
                     call()
 
-    def forward(self, stage: Stage, microbatch: int, slot: int, message: Message | None, splits: bool) -> None:
-        """F. ``slot`` is that of the input, or ``NONE``; ``message`` is what it makes for another stage."""
-        outputs = stage.forward(microbatch, self.slots.get(slot, ()), splits=splits)
-        if message is not None:
-            self.made[message] = outputs
+    def _collective(self, stage: int, op: Op) -> None:
+        self.run_collective(self.stages[stage], op, self.failed)
 
-    def backward(
-        self, stage: Stage, microbatch: int, slot: int, message: Message | None, *, split: bool = False
-    ) -> None:
-        """B, or I with ``split``. ``slot`` is that of the output's gradient."""
-        run = stage.backward_input if split else stage.backward
-        grads = run(microbatch, self.slots.get(slot, ()))
-        if message is not None:
-            self.made[message] = grads
+    def _compute(self, it: Instruction) -> None:
+        stage, microbatch = backward_of(it)
+        if self._last_backwards.get(stage) == microbatch:  # the stage may start its reduction in it
+            self._collective(stage, Op.W if it.op is Op.W else Op.B)
+        match it.op:
+            case Op.OVERLAP_F_B:
+                self._overlapped(it)
+            case Op.F:
+                self._forward(it.stage, it.microbatch)
+            case Op.W:
+                self.stages[it.stage].backward_weight(it.microbatch)
+            case _:
+                self._backward(it.stage, it.microbatch, it.op)
 
-    def overlapped(self, forward: partial[None], backward: partial[None], label: str) -> None:
-        """OVERLAP_F_B."""
-        stage, pair = forward.args[0], backward.args[0]
-        if stage.fuses_with(pair) and self._fused(forward.args, backward.args):
+    def _forward(self, stage: int, microbatch: int) -> None:
+        inputs, splits = self._taken(ActionKind.F, stage, microbatch), (stage, microbatch) in self._split
+        self._keep(ActionKind.F, stage, microbatch, self.stages[stage].forward(microbatch, inputs, splits=splits))
+
+    def _backward(self, stage: int, microbatch: int, op: Op = Op.B) -> None:
+        run = self.stages[stage].backward_input if op is Op.I else self.stages[stage].backward
+        grads = run(microbatch, self._taken(ActionKind.B, stage, microbatch))
+        self._keep(ActionKind.B, stage, microbatch, grads)
+
+    def _taken(self, kind: ActionKind, stage: int, microbatch: int) -> Tensors:
+        """What an action takes from another stage; nothing in the first stage's F and the last one's B."""
+        slot = self._slot_of.get(Message(ChannelKind.of(kind), stage, microbatch), NONE)
+        return self.slots.get(slot, ())
+
+    def _keep(self, kind: ActionKind, stage: int, microbatch: int, tensors: Tensors) -> None:
+        """Keep what an action makes for another stage."""
+        target = feeds(kind, stage, self.program.num_stages)
+        if target != NONE:
+            self.made[Message(ChannelKind.of(kind), target, microbatch)] = tensors
+
+    def _overlapped(self, it: Instruction) -> None:
+        stage, pair = self.stages[it.stage], self.stages[it.pair_stage]
+        if stage.fuses_with(pair) and self._fused(it):
             self._counts.fused += 1
             return
-        labelled = partial(_labelled, label, backward)
+        forward = partial(self._forward, it.stage, it.microbatch)
+        backward = partial(self._backward, it.pair_stage, it.pair_microbatch)
+        labelled = partial(_labelled, f"{it.pair_stage}B{it.pair_microbatch}", backward)
         if self.pairs == IN_TURNS and stage.can_alternate(pair):
             self._counts.in_turns += 1
             return self._in_turns(forward, labelled, pair.exchanges)
@@ -398,119 +405,62 @@ class PythonExecutor(Executor):
         forward()
         labelled()
 
-    def _fused(self, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> bool:
-        """A pair by the modules' own method, from the arguments of `forward` and `backward`; False without roots."""
-        stage, microbatch, slot, message, splits = forward
-        pair, pair_microbatch, pair_slot, pair_message = backward
-        inputs, grads = self.slots.get(slot, ()), self.slots.get(pair_slot, ())
-        found = stage.forward_backward(microbatch, inputs, pair, pair_microbatch, grads, splits=splits)
+    def _fused(self, it: Instruction) -> bool:
+        """A pair by the modules' own method; False without roots."""
+        forward, backward = (it.stage, it.microbatch), (it.pair_stage, it.pair_microbatch)
+        inputs, grads = self._taken(ActionKind.F, *forward), self._taken(ActionKind.B, *backward)
+        stage, pair = self.stages[it.stage], self.stages[it.pair_stage]
+        found = stage.forward_backward(
+            it.microbatch, inputs, pair, it.pair_microbatch, grads, splits=forward in self._split
+        )
         if found is None:
             return False
-        for made, tensors in zip((message, pair_message), found, strict=True):
-            if made is not None:
-                self.made[made] = tensors
+        self._keep(ActionKind.F, *forward, found[0])
+        self._keep(ActionKind.B, *backward, found[1])
         return True
 
     def pair_counts(self) -> PairCounts:
         """See `Executor.pair_counts`."""
         return self._counts
 
-    def wait_recv(self, channel: int, slot: int) -> None:
-        """WAIT_RECV."""
-        tensors = self.endpoint.wait_recv(channel, slot)
-        if tensors is None:
-            self.failed = True
-        else:
-            self.slots[slot] = tensors
-
-    def send(self, message: Message, channel: int, number: int) -> None:
-        """SEND; in a failed step a stand-in."""
-        tensors = self.made.pop(message, None)
-        self.endpoint.send(message, channel, number, None if self.failed else tensors)
-
-    def hand_over(self, message: Message, slot: int) -> None:
-        """HAND_OVER."""
-        tensors = self.made.pop(message, None)
-        if tensors is not None and not self.failed:
-            self.slots[slot] = handed_over(tensors)
-
-    def free(self, slot: int) -> None:
-        """FREE."""
-        self.slots.pop(slot, None)
-
-    def collective(self, stage: Stage, op: Op, then: Callable[[], None] | None = None) -> None:
-        """UNSHARD, RESHARD, REDUCE_GRAD, in a failed step, too, as the stage's replicas wait; or its last B or W."""
-        self.run_collective(stage, op, self.failed)
-        if then is not None:
-            then()
-
-    def _resolved(self, it: Instruction) -> Resolved:
-        """In the order of the program, as a receive tells what its message's slot is."""
-        label = "" if it.action is None else f"{_LABEL_PREFIX}{it.action}"
-        return it.op, self._last(it, self._compute(it)) if it.op < Op.POST_RECV else self._move(it), label
-
-    def _last(self, it: Instruction, call: Callable[[], None]) -> Callable[[], None]:
-        """A stage may start its reduction in its last B or W."""
-        stage, microbatch = backward_of(it)
-        if self._last_backwards.get(stage) != microbatch:
-            return call
-        return partial(self.collective, self.stages[stage], Op.W if it.op is Op.W else Op.B, call)
-
-    def _compute(self, it: Instruction) -> Callable[[], None]:
-        if it.op is Op.W:
-            return partial(self.stages[it.stage].backward_weight, it.microbatch)
-        if it.op is Op.OVERLAP_F_B:
-            backward = self._backward(it.pair_stage, it.pair_microbatch)
-            label = f"{_LABEL_PREFIX}{Action(ActionKind.B, it.pair_stage, it.pair_microbatch)}"
-            return partial(self.overlapped, self._forward(it.stage, it.microbatch), backward, label)
-        if it.op is Op.F:
-            return self._forward(it.stage, it.microbatch)
-        if it.op in (Op.B, Op.I):
-            return self._backward(it.stage, it.microbatch, split=it.op is Op.I)
-        return partial(self.collective, self.stages[it.stage], it.op)
-
-    def _forward(self, stage: int, microbatch: int) -> partial[None]:
-        slot = self._slot_of.get(Message(ChannelKind.ACTIVATION, stage, microbatch), NONE)
-        made = self._made(ActionKind.F, stage, microbatch)
-        return partial(self.forward, self.stages[stage], microbatch, slot, made, (stage, microbatch) in self._split)
-
-    def _backward(self, stage: int, microbatch: int, split: bool = False) -> partial[None]:
-        slot = self._slot_of.get(Message(ChannelKind.GRADIENT, stage, microbatch), NONE)
-        made = self._made(ActionKind.B, stage, microbatch)
-        return partial(self.backward, self.stages[stage], microbatch, slot, made, split=split)
-
-    def _made(self, kind: ActionKind, stage: int, microbatch: int) -> Message | None:
-        """The message that an action makes for another stage, if any."""
-        target = feeds(kind, stage, self.program.num_stages)
-        return None if target == NONE else Message(ChannelKind.of(kind), target, microbatch)
-
-    def _move(self, it: Instruction) -> Callable[[], None]:
+    def _move(self, it: Instruction) -> None:
         kind = self.program.channels[it.channel].kind
         message = Message(kind, it.stage, it.microbatch)
-        if it.op in (Op.POST_RECV, Op.HAND_OVER):
-            self._slot_of[message] = it.slot
-        if it.op is Op.SEND:
-            # the instruction has the producing stage
-            message = message._replace(stage=it.stage + kind.direction)
         match it.op:
             case Op.POST_RECV:
-                return partial(self.endpoint.post_recv, message, it.channel, it.slot)
+                self._slot_of[message] = it.slot
+                self.endpoint.post_recv(message, it.channel, it.slot)
             case Op.WAIT_RECV:
-                return partial(self.wait_recv, it.channel, it.slot)
+                tensors = self.endpoint.wait_recv(it.channel, it.slot)
+                if tensors is None:
+                    self.failed = True
+                else:
+                    self.slots[it.slot] = tensors
             case Op.SEND:
-                return partial(self.send, message, it.channel, it.slot)
+                # the instruction has the producing stage
+                message = message._replace(stage=it.stage + kind.direction)
+                tensors = self.made.pop(message, None)
+                # in a failed step a stand-in
+                self.endpoint.send(message, it.channel, it.slot, None if self.failed else tensors)
             case Op.WAIT_SEND:
-                return partial(self.endpoint.wait_send, it.slot)
+                self.endpoint.wait_send(it.slot)
             case Op.HAND_OVER:
-                return partial(self.hand_over, message, it.slot)
-        return partial(self.free, it.slot)
+                self._slot_of[message] = it.slot
+                tensors = self.made.pop(message, None)
+                if tensors is not None and not self.failed:
+                    self.slots[it.slot] = handed_over(tensors)
+            case Op.FREE:
+                self.slots.pop(it.slot, None)
 
 
-def _labelled(label: str, call: Callable[[], None]) -> None:
-    """Run what has a label with it in a profile; the backward of a pair has its own, as another thread may run it."""
-    if not label or not torch_private.is_profiling():
+def _labelled(label: object, call: Callable[[], None]) -> None:
+    """Run a call with its label in a profile; the backward of a pair has its own, as another thread may run it.
+
+    Labels are as in torch's pipelines. Without a prefix torch's profiler demangles "2F0" as a C++ name to "F0".
+    """
+    if not torch_private.is_profiling():
         return call()
-    with torch.profiler.record_function(label):
+    with torch.profiler.record_function(f"PP:{label}"):
         call()
 
 

@@ -270,15 +270,12 @@ class LocalRanks:
         self.device_events.add_checks(check for executor in executors for check in executor.checks)
 
     def _make_executor(self, program: Program, rank: int) -> Executor:
-        def on_failure(position: int, error: BaseException) -> None:
-            self._failed(program, rank, position, error)
-
         return self.executor(
             program,
             rank,
             self.stages[rank],
             self.transport,
-            on_failure=on_failure,
+            on_failure=partial(self._failed, program, rank),
             timeout=self.timeout,
             num_threads=self.num_threads,
             pairs=self.pairs,

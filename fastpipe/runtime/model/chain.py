@@ -9,7 +9,6 @@ Buffers, for example BatchNorm's, then keep their values, as a second forward wo
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import weakref
@@ -179,19 +178,16 @@ def recompute_of(policy: Policy, stage: int, module: nn.Module) -> str:
         ValueError: if the policy's function returns an invalid value.
     """
     if callable(policy):
-        with contextlib.suppress(ValueError):  # for a function without a signature
-            _check_arguments(policy)
+        try:
+            inspect.signature(policy).bind(0, None)
+        except TypeError as error:
+            raise TypeError(f"recompute is a function that does not take (stage index, module): {error}") from None
+        except ValueError:
+            pass  # it has no signature
     way = policy(stage, module) if callable(policy) else policy
     if way not in WAYS:
         raise ValueError(f"recompute returned {way!r} for stage {stage}: return 'none', 'full' or 'layers'")
     return way
-
-
-def _check_arguments(policy: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(policy).bind(0, None)
-    except TypeError as error:
-        raise TypeError(f"recompute is a function that does not take (stage index, module): {error}") from None
 
 
 def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -231,23 +227,17 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
     return output
 
 
-class Original:
-    """A weak reference to a module of the unsplit model, which the caller may delete; copies and pickles lose it."""
-
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self.find: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
-
-    def __reduce__(self) -> tuple[type[Original], tuple[()]]:
-        return Original, ()
-
-
 class WholeNames(nn.Module):
     """A part of a model; its parameters and buffers have the unsplit model's names, unless ``whole_names`` is False."""
 
     whole_names = True
 
-    _original = Original()
-    _copied: Sequence[tuple[nn.Module, Original]] = ()
+    _original: Callable[[], nn.Module | None] = staticmethod(lambda: None)
+    _copied: Sequence[tuple[nn.Module, Callable[[], nn.Module | None]]] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy or a pickle, which stands for no other module."""
+        return {name: value for name, value in vars(self).items() if name not in ("_original", "_copied")}
 
     def stand_for(self, original: nn.Module, copied: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         """Have one training mode with a module of the unsplit model, while that exists.
@@ -255,14 +245,21 @@ class WholeNames(nn.Module):
         Args:
             copied: this one's copies of further modules of that model, with these; they have one mode, too.
         """
-        self._original, self._copied = Original(original), [(own, Original(module)) for own, module in copied]
+        # weak references, as the caller may delete the model
+        self._original, self._copied = weakref.ref(original), [(own, weakref.ref(module)) for own, module in copied]
         self.follow_modes()
+
+    def share_original(self, copies: Mapping[int, Any]) -> None:
+        """Let this one's copy, and those of its parts, by ``id``, stand for the same modules."""
+        copied = copies[id(self)]
+        copied._original = self._original
+        copied._copied = [(copies[id(own)], original) for own, original in self._copied]
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode, also of the unsplit model's modules that it stands for."""
         super().train(mode)
         for original in (self._original, *(original for _, original in self._copied)):
-            module = original.find()
+            module = original()
             if module is not None:
                 module.training = mode
         return self
@@ -273,12 +270,12 @@ class WholeNames(nn.Module):
         Once it is deleted, all have the mode of this module.
         """
         for own, original in ((self, self._original), *self._copied):
-            module = original.find()
+            module = original()
             own.training = self.training if module is None else module.training
 
     def accepts(self) -> frozenset[str] | None:
         """The accepted keyword arguments; None for any."""
-        return _named_in(self)
+        raise NotImplementedError
 
     def recomputes(self, way: str) -> bool:
         """Set what is recomputed in the backward; whether this module does it itself. See `with_recompute`."""
@@ -321,7 +318,7 @@ class Chain(WholeNames):
         layers: Any = children_of(self).values()
         # not children(), which skips a repeated layer
         for layer, names in zip(layers, self._names, strict=True):
-            inputs, named = as_arguments(value), selected(kwargs, names) if kwargs else {}
+            inputs, named = as_arguments(value), selected(kwargs, names)
             try:
                 value = (
                     layer(*inputs, **named) if self._recompute != LAYERS else recomputed(layer, layer, inputs, named)
@@ -337,8 +334,9 @@ class Chain(WholeNames):
 
     def accepts(self) -> frozenset[str] | None:
         """The keyword arguments that any of its layers takes; None for any."""
-        names = [accepted_names(layer) for layer in self.children()]
-        return None if None in names else frozenset().union(*(n for n in names if n is not None))
+        return (
+            None if None in self._names else frozenset().union(*(names for names in self._names if names is not None))
+        )
 
 
 def _note_inputs(error: TypeError, layer: nn.Module, count: int, named: Collection[str]) -> None:
@@ -590,20 +588,18 @@ def with_recompute(
 
 def accepted_names(module: nn.Module) -> frozenset[str] | None:
     """The keyword arguments that a module's forward takes; None for any."""
-    return module.accepts() if isinstance(module, WholeNames) else _named_in(module)
-
-
-def positional_names(module: nn.Module) -> list[str]:
-    """The names of the arguments that a module's forward may get by position, in order."""
-    return [p.name for p in _parameters_of_forward(module) or () if p.kind in _POSITIONAL]
-
-
-def _named_in(module: nn.Module) -> frozenset[str] | None:
+    if isinstance(module, WholeNames):
+        return module.accepts()
     parameters = _parameters_of_forward(module)
     if parameters is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
     keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return frozenset(p.name for p in parameters if p.kind in keywords)
+
+
+def positional_names(module: nn.Module) -> list[str]:
+    """The names of the arguments that a module's forward may get by position, in order."""
+    return [p.name for p in _parameters_of_forward(module) or () if p.kind in _POSITIONAL]
 
 
 def needed_names(module: nn.Module) -> list[str]:
@@ -626,6 +622,4 @@ def _parameters_of_forward(module: nn.Module) -> list[inspect.Parameter] | None:
 
 def selected(kwargs: Mapping[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
     """The items of ``kwargs`` in ``names``; all if ``names`` is None."""
-    if not kwargs:
-        return {}
     return {name: value for name, value in kwargs.items() if names is None or name in names}

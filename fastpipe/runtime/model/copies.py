@@ -43,7 +43,7 @@ from fastpipe.runtime.common import (
     version_of,
     zero_grad_of,
 )
-from fastpipe.runtime.model.chain import Chain, Original
+from fastpipe.runtime.model.chain import Chain, WholeNames
 
 Made = dict[int, nn.Module]
 """The twins in one stage, by ``id`` of the original."""
@@ -327,14 +327,13 @@ class LocalCopies(StageCopies):
                 raise self._changed("a part", original, "replaced")
             check_no_post_hooks(original)
         for stage, copied in self._stages:
-            firsts: tuple[Firsts, Firsts] = {}, {}
-            for number, pair in enumerate(zip(stage.modules(), copied.modules(), strict=True)):
-                theirs, own = (_first_names(number, module, found) for module, found in zip(pair, firsts, strict=True))
-                if theirs != own:
-                    name = min(name for name in theirs | own if theirs.get(name) != own.get(name))
-                    both = name in theirs and name in own
-                    how = "tied to another one, or separated from it," if both else "added or removed"
-                    raise self._changed(f"the parameter {name}", pair[0], how)
+            theirs, own = _first_names(stage), _first_names(copied)
+            if theirs != own:
+                name = min(name for name in theirs | own if theirs.get(name) != own.get(name))
+                both = name in theirs and name in own
+                how = "tied to another one, or separated from it," if both else "added or removed"
+                holder, _, local = name.rpartition(".")
+                raise self._changed(f"the parameter {local}", stage.get_submodule(holder), how)
         return {}
 
     @staticmethod
@@ -387,14 +386,11 @@ class LocalCopies(StageCopies):
         self.kept = []
 
 
-Firsts = dict[int, tuple[int, str]]
-"""By ``id`` of a parameter, the number of the first module that has it, and its name there."""
-
-
-def _first_names(number: int, module: nn.Module, firsts: Firsts) -> dict[str, tuple[int, str]]:
-    """The first names of a module's own parameters, by name; new parameters are added to ``firsts``."""
-    there = {name: parameter for name, parameter in parameters_of(module).items() if parameter is not None}
-    return {name: firsts.setdefault(id(parameter), (number, name)) for name, parameter in there.items()}
+def _first_names(stage: nn.Module) -> dict[str, str]:
+    """For each name of a parameter, the first name of the same one."""
+    firsts: dict[int, str] = {}
+    named = stage.named_parameters(remove_duplicate=False)
+    return {name: firsts.setdefault(id(parameter), name) for name, parameter in named}
 
 
 def _pairs_of_parameters(modules: Sequence[tuple[nn.Module, nn.Module]]) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -423,7 +419,7 @@ class RemoteCopies(StageCopies):
         self.stages = [(modules[s], holders[s]) for s in sorted(modules)]
         self.exchange = exchange
         self.parameters: list[list[nn.Parameter]] = []
-        self.kept: list[list[torch.Tensor | None]] = []
+        self.kept: list[tuple[nn.Parameter, torch.Tensor | None]] = []
 
     def equalise(self, *, initialised: bool = False) -> None:
         """Copy the first holder's parameters to the second."""
@@ -458,18 +454,16 @@ class RemoteCopies(StageCopies):
 
     def before_step(self) -> None:
         """Save the gradients."""
-        self.kept = [[parameter.grad for parameter in own] for own in self.parameters]
-        for own in self.parameters:
-            for parameter in own:
-                parameter.grad = None
+        self.kept = [(parameter, parameter.grad) for own in self.parameters for parameter in own]
+        for parameter, _ in self.kept:
+            parameter.grad = None
 
     def after_step(self, succeeded: bool) -> None:
         """Swap gradients with the other holder, and sum them in the same order on both."""
-        for (_, holders), own, kept in zip(self.stages, self.parameters, self.kept, strict=True):
-            if succeeded:
-                self._sum(own, holders)
-            for parameter, before in zip(own, kept, strict=True):
-                parameter.grad = accumulated(before, parameter.grad)
+        for (_, holders), own in zip(self.stages, self.parameters, strict=True) if succeeded else ():
+            self._sum(own, holders)
+        for parameter, before in self.kept:
+            parameter.grad = accumulated(before, parameter.grad)
         self.kept = []
 
     def _sum(self, parameters: Sequence[nn.Parameter], holders: Sequence[int]) -> None:
@@ -570,8 +564,10 @@ def _copied(module: nn.Module) -> nn.Module:
     module, such as a loss, is copied without its graph."""
     memo: dict[int, Any] = {id(parameter): alias_of(parameter) for parameter in module.parameters()}
     for value in pytree.tree_leaves([vars(m) for m in module.modules()]):
-        if isinstance(value, Original):
-            memo[id(value)] = value
-        elif isinstance(value, torch.Tensor) and not value.is_leaf:
+        if isinstance(value, torch.Tensor) and not value.is_leaf:
             memo[id(value)] = value.detach().clone()
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
+    for inner in module.modules():
+        if isinstance(inner, WholeNames):
+            inner.share_original(memo)
+    return copied

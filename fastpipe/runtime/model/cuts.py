@@ -149,14 +149,12 @@ def _flops_of_fakes(layers: Sequence[nn.Module], args: Any, kwargs: Mapping[str,
     mode = torch_private.fake_tensor_mode()
     device = next((p.device for layer in layers for p in layer.parameters() if not p.is_meta), torch.device("cpu"))
 
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return _faked(leaf if leaf.is_meta else leaf.to(device), mode)
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return _faked(tensor if tensor.is_meta else tensor.to(device), mode)
 
     try:
         fakes = [_Fake(layer, mode) for layer in layers]
-        inputs, named = pytree.tree_map(fake, (tuple(args), dict(kwargs)))
+        inputs, named = pytree.tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
         with mode:
             return _by_layer(fakes, inputs, named, _flops)
     except Exception as error:  # logged
@@ -203,11 +201,7 @@ def _forward_and_backward(layer: nn.Module, inputs: tuple[Any, ...], named: Mapp
 
 def _leaves_of_a_graph(value: Any) -> Any:
     """An input as a stage gets it: detached, with its gradient flag."""
-
-    def cut(leaf: Any) -> Any:
-        return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-    return pytree.tree_map(cut, value)
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
 
 
 @contextlib.contextmanager

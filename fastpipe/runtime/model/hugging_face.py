@@ -101,6 +101,11 @@ _TASKS = {
 """Suffixes of supported class names, and what has a label."""
 
 
+def _task_of(model: nn.Module) -> str | None:
+    name = type(model).__name__
+    return next((_TASKS[suffix] for suffix in _TASKS if re.fullmatch(rf"\w+{suffix}", name)), None)
+
+
 def is_hugging_face(model: nn.Module) -> bool:
     """Whether a model is from the transformers library, which is not imported for this."""
     return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)
@@ -135,122 +140,89 @@ def making_masks(example: Mapping[str, Any]) -> Iterator[None]:
         utilities.is_tracing = reads
 
 
-class HuggingFaceLayers(Layers):
-    """The layers of a model of transformers; returned by `fastpipe.split`.
+def layers_of_hugging_face(model: Any, example: Collection[str] = (), run: Callable[[], Any] | None = None) -> Layers:
+    """The layers of a model of transformers: the embedding, every block, and what follows them.
 
     Args:
         example: the arguments by name of a run that finds the model's parts; empty for supported models.
         run: the run; None for supported models.
+    """
+    task, layout = _examine(model, example, run)
+    # the ids say which token of a row is the last one
+    takes_ids = task is _ROW and model.main_input_name == "input_ids"
+    make = partial(HuggingFaceStage, model, layout, takes_ids)
+    num_blocks = len(model.get_submodule(layout.blocks))
+    layers = Layers((make([layer]) for layer in range(num_blocks + 2)), make=make)
+    _set_loss(layers, task, model.loss_function, model.config)
+    # fully_shard and parallelize_module make several Parameters of a tied weight
+    if getattr(model.config, "tie_word_embeddings", False):
+        # peft may have replaced the module of one of them
+        there = dict(model.named_parameters(remove_duplicate=False))
+        pairs = [[source, target] for target, source in model.all_tied_weights_keys.items()]
+        found = [(pair, [there[name] for name in pair]) for pair in pairs if there.keys() >= set(pair)]
+        # one that the user has replaced is a weight of its own, whatever the config says
+        layers.tied = [pair for pair, (a, b) in found if a is b or is_dtensor(a) or is_dtensor(b)]
+    return layers
 
-    Attributes:
-        num_blocks: number of blocks. Layer 0 is the embedding, the last layer what follows the blocks.
+
+def _set_loss(layers: Any, task: str, loss: Callable[..., torch.Tensor], config: Any) -> None:
+    """Give the layers the model's own loss, as ``loss_fn`` and ``num_tokens``; a pipeline has these, so they must not
+    hold the model.
+
+    Targets are the labels, which a causal model shifts by one. The loss is a mean over the labels of a microbatch other
+    than -100; with ``loss_reduction=layers.num_tokens`` that of a step is the mean over all labels of the batch, as in
+    the unsplit model, and microbatches without labels are ignored. Of a regression, and if a row has several labels,
+    rows are counted.
     """
 
-    def __init__(self, model: Any, example: Collection[str] = (), run: Callable[[], Any] | None = None) -> None:
-        task, layout = _examine(model, example, run)
-        self._labels = _Labels(task, model.loss_function, model.config)
-        self._other_loss = ""
-        self.num_blocks = len(model.get_submodule(layout.blocks))
-        # the ids say which token of a row is the last one
-        takes_ids = task is _ROW and model.main_input_name == "input_ids"
-        make = partial(HuggingFaceStage, model, layout, takes_ids)
-        super().__init__((make([layer]) for layer in range(self.num_blocks + 2)), make=make)
-        # fully_shard and parallelize_module make several Parameters of a tied weight
-        if getattr(model.config, "tie_word_embeddings", False):
-            # peft may have replaced the module of one of them
-            there = dict(model.named_parameters(remove_duplicate=False))
-            pairs = [[source, target] for target, source in model.all_tied_weights_keys.items()]
-            found = [(pair, [there[name] for name in pair]) for pair in pairs if there.keys() >= set(pair)]
-            # one that the user has replaced is a weight of its own, whatever the config says
-            self.tied = [pair for pair, (a, b) in found if a is b or is_dtensor(a) or is_dtensor(b)]
+    def num_tokens(labels: torch.Tensor) -> int:
+        if task is _ROW and labels.is_floating_point():
+            return len(labels)
+        return int(((labels[..., 1:] if task is _NEXT else labels) != IGNORED).sum())
 
-    @property
-    def loss_fn(self) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-        """The model's own loss, for ``Pipeline(loss_fn=)``. Targets are the labels, which a causal model shifts by one.
-
-        It is a mean over the labels of a microbatch other than -100. With ``loss_reduction=layers.num_tokens`` the loss
-        of a step is the mean over all labels of the batch, as in the unsplit model. Microbatches without labels are
-        ignored. Rows that are classified have a label each.
-
-        Raises:
-            ValueError: if the model's forward computes another loss.
-        """
-        return self._known_labels().loss_fn
-
-    @property
-    def num_tokens(self) -> Callable[[torch.Tensor], int]:
-        """The number of labels that count: but -100, and of a causal model but the first of every row.
-
-        Of a regression, and if a row has several labels, the number of rows.
-
-        Raises:
-            ValueError: if the model's forward computes another loss.
-        """
-        return self._known_labels().num_tokens
-
-    def _known_labels(self) -> _Labels:
-        if self._other_loss:
-            raise ValueError(f"layers: {self._other_loss}; write loss_fn(logits, labels) and loss_reduction yourself")
-        return self._labels
-
-    def compare_loss(self, run: Callable[..., Any], example: Mapping[str, Any]) -> None:
-        """Compare ``loss_fn`` with the loss of the model's forward on an example; if they differ, it is refused.
-
-        Args:
-            run: runs the forward, of labels by name.
-            example: may have labels; default: those that tokens have by the logits, and none for rows.
-        """
-        labels, mask = example.get("labels"), example.get("attention_mask")
-        if labels is None and self._labels.task is not _ROW:
-            labels = run().logits.argmax(-1)
-            if mask is not None and mask.shape == labels.shape:
-                labels = labels.masked_fill(mask == 0, IGNORED)
-        if labels is None:
-            return
-        try:
-            output = run(labels=labels)
-            found, own = self.loss_fn(output, labels).double(), output.loss.double()
-        except Exception as error:  # it is raised where the loss is asked for
-            self._other_loss = f"the model's loss fails on the example ({first_line(error)})"
-            return
-        rounding = 1e-4 + 4 * torch.finfo(output.logits.dtype).eps
-        if not torch.allclose(found, own, rtol=rounding, atol=0):
-            self._other_loss = (
-                f"the model's forward computes another loss ({own:.4g} on the example) than its loss_function "
-                f"({found:.4g}), as it does not shift the labels, for example"
-            )
-
-
-@dataclass(frozen=True)
-class _Labels:
-    """What a model makes of labels. A pipeline has its methods, so it must not hold the model, nor the layers."""
-
-    task: str
-    loss: Callable[..., torch.Tensor]
-    config: Any
-
-    def loss_fn(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+    def loss_fn(output: Any, labels: torch.Tensor) -> torch.Tensor:
         logits = getattr(output, "logits", output)
-        count = self.num_tokens(labels)
-        if self.task is not _ROW:
-            return self.loss(
-                logits=logits,
-                labels=labels,
-                vocab_size=self.config.vocab_size,
-                config=self.config,
-                num_items_in_batch=max(count, 1),
-            )
+        count = num_tokens(labels)
+        if task is not _ROW:
+            size, divisor = config.vocab_size, max(count, 1)
+            return loss(logits=logits, labels=labels, vocab_size=size, config=config, num_items_in_batch=divisor)
         if count:
-            return self.loss(labels=labels, pooled_logits=logits, config=self.config)
+            return loss(labels=labels, pooled_logits=logits, config=config)
         found: torch.Tensor = logits.sum() * 0  # the mean of no labels would be NaN
         return found
 
     loss_fn.target_name = "labels"  # type: ignore[attr-defined]
+    layers.loss_fn, layers.num_tokens = loss_fn, num_tokens
 
-    def num_tokens(self, labels: torch.Tensor) -> int:
-        if self.task is _ROW and labels.is_floating_point():
-            return len(labels)
-        return int(((labels[..., 1:] if self.task is _NEXT else labels) != IGNORED).sum())
+
+def compare_loss(layers: Any, model: nn.Module, run: Callable[..., Any], example: Mapping[str, Any]) -> None:
+    """Compare the layers' loss with that of the model's forward on an example; if they differ, the layers have none.
+
+    Args:
+        run: runs the forward, of labels by name.
+        example: may have labels; default: those that tokens have by the logits, and none for rows.
+    """
+    labels, mask = example.get("labels"), example.get("attention_mask")
+    if labels is None and _task_of(model) is not _ROW:
+        labels = run().logits.argmax(-1)
+        if mask is not None and mask.shape == labels.shape:
+            labels = labels.masked_fill(mask == 0, IGNORED)
+    if labels is None:
+        return
+    try:
+        output = run(labels=labels)
+        found, own = layers.loss_fn(output, labels).double(), output.loss.double()
+    except Exception as error:  # it is raised where the loss is asked for
+        layers.no_loss = f"the model's loss fails on the example ({first_line(error)})"
+    else:
+        rounding = 1e-4 + 4 * torch.finfo(output.logits.dtype).eps
+        if torch.allclose(found, own, rtol=rounding, atol=0):
+            return
+        layers.no_loss = (
+            f"the model's forward computes another loss ({own:.4g} on the example) than its loss_function "
+            f"({found:.4g}), as it does not shift the labels, for example"
+        )
+    del layers.loss_fn, layers.num_tokens
 
 
 def own_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -424,8 +396,7 @@ def _examine(model: Any, example: Collection[str], run: Callable[[], Any] | None
     """
     _check_version()
     kind = getattr(model.config, "model_type", None)
-    name = type(model).__name__
-    task = next((_TASKS[task] for task in _TASKS if re.fullmatch(rf"\w+{task}", name)), None)
+    name, task = type(model).__name__, _task_of(model)
     if task is None:
         example_too = " (others by an example: give one microbatch, as in split(model, **batch))" if run is None else ""
         raise ValueError(

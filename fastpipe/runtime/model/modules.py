@@ -9,7 +9,6 @@ never initialised is found before the first step, in particular a buffer that no
 from __future__ import annotations
 
 import copy
-import operator
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -93,13 +92,11 @@ Holder = tuple[str, weakref.ref[nn.Module], dict[str, weakref.ref[nn.Module] | N
 """A module that is not called and has some that are: its path, and the called ones by name; None for others."""
 
 
-def _holders_of(layers: Layers | None, modules: Mapping[int, nn.Module]) -> list[Holder]:
+def _holders_of(whole: nn.Module | None, modules: Mapping[int, nn.Module]) -> list[Holder]:
     """The modules of the unsplit model from which stages have taken members, and the members of these stages."""
-    if layers is None or layers.whole is None:
-        return []
     own = {id(module) for stage in modules.values() for module in stage.modules()}
     found: list[Holder] = []
-    for path, holder in layers.whole.named_modules():
+    for path, holder in whole.named_modules() if whole is not None else ():
         members = children_of(holder)
         if id(holder) not in own and any(id(member) in own for member in members.values()):
             taken = {name: weakref.ref(m) if m is not None and id(m) in own else None for name, m in members.items()}
@@ -121,11 +118,12 @@ class RestOfModel:
     def __init__(self, layers: Layers | None, modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
         own = {id(parameter) for module in modules.values() for parameter in module.parameters()}
         named = () if layers is None else layers.chain(range(len(layers))).named_parameters()
+        whole = None if layers is None else layers.whole
         # the caller may let go of them
-        self._whole = None if layers is None or layers.whole is None else weakref.ref(layers.whole)
+        self._whole = None if whole is None else weakref.ref(whole)
         self._modules = modules
-        self._known = weakref.WeakSet(() if layers is None or layers.whole is None else layers.whole.modules())
-        self._holders = _holders_of(layers, modules)
+        self._known = weakref.WeakSet(() if whole is None else whole.modules())
+        self._holders = _holders_of(whole, modules)
         # a stage needs nothing for them, but optimizers and states know the first name only
         self._tied = [Shared(tie, modules) for tie in ties if len(tie.stages) == 1 and tie.stages[0] in modules]
         self._parameters = [(name, weakref.ref(parameter)) for name, parameter in named if id(parameter) not in own]
@@ -219,17 +217,6 @@ def _in_parts(name: str, parts: Sequence[Mapping[str, nn.Parameter]]) -> tuple[i
     raise ValueError(f"tied: {name!r} names no layer; names begin with the layer's, as {known[0]} does")
 
 
-class _Span(NamedTuple):
-    """The memory of a tensor of the model."""
-
-    device: str
-    start: int
-    end: int
-    name: str
-    is_own: bool
-    is_trained: bool
-
-
 def check_memory(layers: Layers | None, modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
     """Refuse two tensors over the same memory, one of this process's stages and one of another's, if one is trained.
 
@@ -245,22 +232,24 @@ def check_memory(layers: Layers | None, modules: Mapping[int, nn.Module], ties: 
         return
     own = {id(tensor) for module in modules.values() for _, tensor in tensors_of(module)}
     first_names = {name: tie.names[0] for tie in ties for name in tie.names}
-    last: dict[tuple[str, bool], _Span] = {}
-    for span in sorted(_spans(layers.chain(range(len(layers))), own)):
-        other = last.get((span.device, not span.is_own))
-        if other is not None and span.start < other.end and (span.is_trained or other.is_trained):
-            first, second = sorted((other.name, span.name))
+    none = 0, "", False
+    last: dict[tuple[str, bool], tuple[int, str, bool]] = {}  # of each device, in own and in other stages
+    for device, start, end, name, is_own, is_trained in sorted(_memory_of(layers.chain(range(len(layers))), own)):
+        other_end, other, is_other_trained = last.get((device, not is_own), none)
+        if start < other_end and (is_trained or is_other_trained):
+            first, second = sorted((other, name))
             if first_names.get(first, first) != first_names.get(second, second):
                 raise ValueError(
                     f"stages: {first} and {second} are two tensors over the same memory, in stages of different "
                     "processes, where training changes one without the other: assign one nn.Parameter to both layers, "
                     "and take views of it in the forward; if they are not one weight, clone() one"
                 )
-        key = span.device, span.is_own
-        last[key] = max(span, last.get(key, span), key=operator.attrgetter("end"))
+        if end >= last.get((device, is_own), none)[0]:
+            last[device, is_own] = end, name, is_trained
 
 
-def _spans(model: nn.Module, own: Container[int]) -> Iterator[_Span]:
+def _memory_of(model: nn.Module, own: Container[int]) -> Iterator[tuple[str, int, int, str, bool, bool]]:
+    """Of each tensor: device, begin and end, name, whether it is one of these, and whether it is trained."""
     for name, tensor in tensors_of(model):
         local = local_part(tensor)
         if type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided and local.numel():
@@ -268,7 +257,7 @@ def _spans(model: nn.Module, own: Container[int]) -> Iterator[_Span]:
             start, is_trained = local.data_ptr(), isinstance(tensor, nn.Parameter)
             if start:  # none on meta
                 end = start + extent * local.element_size()
-                yield _Span(str(local.device), start, end, name, id(tensor) in own, is_trained)
+                yield str(local.device), start, end, name, id(tensor) in own, is_trained
 
 
 def check_device(modules: Mapping[int, nn.Module], device: torch.device) -> None:

@@ -12,7 +12,7 @@ import inspect
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
-from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.overrides import is_tensor_method_or_property
 
 from fastpipe.runtime.common import (
     KeptAttributes,
@@ -54,10 +54,6 @@ class UntraceableError(ValueError):
     """The forward does what cannot be recorded."""
 
 
-class UnhashableError(UntraceableError, TypeError):
-    """A `Number` is hashed; callers with a cache expect a TypeError."""
-
-
 class Number(int):
     """A size, or what a forward computes with sizes.
 
@@ -72,7 +68,7 @@ class Number(int):
 
     def __hash__(self) -> int:
         if self.tail.knows(self):
-            raise UnhashableError("a cache, or a dict, has sizes as keys")
+            raise TypeError("a cache, or a dict, has sizes as keys")  # callers with a cache expect this
         return hash(self.plain())
 
 
@@ -122,7 +118,8 @@ class Tail(fx.Tracer):
     """Records a model's forward from its first block on.
 
     Attributes:
-        calls: the nodes that call modules, in order.
+        calls: the nodes that call modules, in order; their meta has the positional arguments, and whether gradients
+            were on.
         given, buffers: as in `Row`.
         is_recording: from the first block until the forward ends.
     """
@@ -207,7 +204,7 @@ class Tail(fx.Tracer):
     def call(self, path: str, args: Any, kwargs: Any, *, is_early: bool) -> fx.Node:
         """Add the call of a module, which begins a layer unless it ``is_early``: then layer 0 does it."""
         node = self.graph.call_module(path, self.create_arg(args), self.create_arg(kwargs))
-        node.meta["is_early"] = is_early
+        node.meta.update(is_early=is_early, args=args, has_grad=torch.is_grad_enabled())
         self.calls += [] if is_early else [node]
         return node
 
@@ -446,14 +443,14 @@ def row_of_modules(
     names = recording.names()
     if not names:
         raise ValueError(f"model: its blocks are {blocks[0]} to {blocks[-1]}, and its forward calls none; {INSTEAD}")
-    early = recording.early()
+    early = recording.early.intersection(names)
     _check_once(model, [*early, *names])
     if recording.changed:
         raise ValueError(
             f"model: its forward changes {recording.changed[0]} after its first block, which no stage would; let a "
             f"module of its own do that, {INSTEAD}"
         )
-    if not all(call.has_grad for call in recording.calls):
+    if not all(node.meta["has_grad"] for node in recording.tail.calls):
         _check_gradients(_Recording(model, blocks, others, keeps_graph=True), model, args, kwargs)
     try:
         return recording.tail.row(output, early, defaults, recording.read)
@@ -485,13 +482,13 @@ def _check_gradients(recording: _Recording, model: nn.Module, args: Sequence[Any
     In a reentrant checkpoint gradients are off, too, and its output requires one all the same.
     """
     recording.run(args, kwargs)
-    for call in recording.calls:
-        given = tensor_leaves(call.args)
-        is_trained = any(tensor.requires_grad for tensor in (*given, *model.get_submodule(call.path).parameters()))
-        has_grad = call.has_grad or any(tensor.requires_grad for tensor in tensor_leaves(call.output))
+    for node in recording.tail.calls:
+        given, path = tensor_leaves(node.meta["args"]), str(node.target)
+        is_trained = any(tensor.requires_grad for tensor in (*given, *model.get_submodule(path).parameters()))
+        has_grad = node.meta["has_grad"] or any(t.requires_grad for t in tensor_leaves(node.meta["value"]))
         if is_trained and not has_grad:
             raise ValueError(
-                f"model: its forward runs {call.path} without gradients (in torch.no_grad(), say), and as a layer it "
+                f"model: its forward runs {path} without gradients (in torch.no_grad(), say), and as a layer it "
                 "would have them: freeze its parameters, and those before it, by requires_grad_(False)"
             )
 
@@ -573,22 +570,6 @@ def _cut(graph: fx.Graph, inputs: Sequence[fx.Node]) -> list[RowLayer]:
     return layers
 
 
-@dataclass
-class Call:
-    """One call of a module.
-
-    Attributes:
-        has_grad: whether gradients were on at the call.
-        node: if it is recorded.
-    """
-
-    path: str
-    args: tuple[Any, ...]
-    output: Any = None
-    has_grad: bool = True
-    node: fx.Node | None = None
-
-
 def _variables() -> dict[Source, torch.Tensor | int]:
     """The `variables_in` the forward that a `_Recording` runs."""
     frames, frame = [], inspect.currentframe()
@@ -598,13 +579,14 @@ def _variables() -> dict[Source, torch.Tensor | int]:
     return variables_in(frames)
 
 
-class _Recording(TorchFunctionMode):
+class _Recording(Results):
     """Runs a model's forward, and records it in a `Tail`.
 
     Without ``keeps_graph`` modules return tensors without a graph, as activations of the whole model may not fit.
 
     Attributes:
-        calls: the outermost calls of modules from the first block on.
+        tail: its calls are the outermost ones.
+        early: the paths of modules that the forward calls before its first block.
         changed: attributes and buffers of modules that no stage calls, which the forward changed after the first block.
         read: as in `Row`.
     """
@@ -617,18 +599,17 @@ class _Recording(TorchFunctionMode):
         *,
         keeps_graph: bool = False,
     ) -> None:
-        super().__init__()
-        self.calls: list[Call] = []
+        super().__init__(_Recording.run.__code__, self._note_made)
         self.changed: list[str] = []
         self.read: dict[str, Any] = {}
         self.tail = Tail(model)
-        self._before: set[str] = set()
+        self.early: set[str] = set()
         self._model, self._blocks, self._keeps_graph = model, blocks, keeps_graph
-        self._entered = holders_of(row[0] for row in (blocks, *others)) | _later_rows(model, blocks)
-        self._open: list[Call] = []
+        entered = holders_of(row[0] for row in (blocks, *others)) | _later_rows(model, blocks)
+        self._entered = {path: model.get_submodule(path) for path in entered}  # no stage calls them
+        self._open: list[fx.Node | None] = []  # of nested calls of modules; a node if the outermost one is recorded
         # before the first block, by id; most are gone when it begins
         self._made: dict[int, tuple[Source, weakref.ref[torch.Tensor]]] = {}
-        self._results = Results(_Recording.run.__code__)
         self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
         self._attributes: dict[str, KeptAttributes] = {}
         self._watched: list[tuple[nn.Module, type]] = []
@@ -637,7 +618,7 @@ class _Recording(TorchFunctionMode):
         """Return the model's output."""
         handles = []
         self._attributes = self._kept()
-        for path in {name for name, _ in self._model.named_modules()} - self._entered:
+        for path in {name for name, _ in self._model.named_modules()} - self._entered.keys():
             module, hook = self._model.get_submodule(path), partial(self._enter, path)
             # the user's hooks get what the module gets
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
@@ -652,17 +633,13 @@ class _Recording(TorchFunctionMode):
                 handle.remove()
             for module, kind in self._watched:
                 module.__class__ = kind
-            for path in self._entered:  # a forward may keep the largest size that it has seen
-                kept = vars(self._model.get_submodule(path))
+            for module in self._entered.values():  # a forward may keep the largest size that it has seen
+                kept = vars(module)
                 kept.update({name: value.plain() for name, value in kept.items() if isinstance(value, Number)})
 
     def names(self) -> list[str]:
         """The names of the called modules."""
-        return [call.path for call in self.calls]
-
-    def early(self) -> set[str]:
-        """Modules that the forward calls before its first block, and again later."""
-        return self._before & {*self.names()}
+        return [str(node.target) for node in self.tail.calls]
 
     def _find_changed(self) -> list[str]:
         now, known = self._own_buffers(), self._buffers
@@ -670,16 +647,13 @@ class _Recording(TorchFunctionMode):
         return found + [join(path, name) for path, kept in self._attributes.items() for name in kept.changed()]
 
     def _kept(self) -> dict[str, KeptAttributes]:
-        """The attributes of modules that no stage calls."""
-        modules = {path: self._model.get_submodule(path) for path in self._entered}
-        return {path: KeptAttributes([module], with_children=False) for path, module in modules.items()}
+        return {path: KeptAttributes([module], with_children=False) for path, module in self._entered.items()}
 
     def _own_buffers(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """The buffers of these modules, with their versions."""
         return {
             join(path, name): (buffer, version_of(buffer))
-            for path in self._entered
-            for name, buffer in self._model.get_submodule(path).named_buffers(recurse=False)
+            for path, module in self._entered.items()
+            for name, buffer in module.named_buffers(recurse=False)
         }
 
     def _watch(self) -> None:
@@ -687,7 +661,7 @@ class _Recording(TorchFunctionMode):
         for path, kept in self._attributes.items():
             names = {name.partition(".")[0] for name in kept.changed()}
             if names:
-                module = self._model.get_submodule(path)
+                module = self._entered[path]
                 self._watched.append((module, type(module)))
                 module.__class__ = _watching(type(module), names, partial(self._note_read, path))
         self._attributes, self._buffers = self._kept(), self._own_buffers()
@@ -697,31 +671,27 @@ class _Recording(TorchFunctionMode):
             self.read[join(path, name)] = without_tensors(pytree.tree_map_only(Number, Number.plain, value))
 
     def _enter(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        call = Call(path, args, has_grad=torch.is_grad_enabled())
-        self._open.append(call)
-        if len(self._open) == 1 and (self.calls or path in self._blocks):
-            if not self.calls:
+        self._open.append(None)
+        if len(self._open) == 1 and (self.tail.calls or path in self._blocks):
+            if not self.tail.calls:
                 self._watch()
-                self.tail.begin(args, kwargs, {**_variables(), **self._results_before()})
+                # what functions of torch made, and the forward holds, if only in a nested call
+                found = ((source, reference()) for source, reference in self._made.values())
+                made = {source: tensor for source, tensor in found if tensor is not None}
+                self.tail.begin(args, kwargs, {**_variables(), **made})
             is_early = self._is_early(path, args, kwargs)
-            call.node = self.tail.call(path, args, kwargs, is_early=is_early)
-            self.calls += [] if is_early else [call]
-        elif not self.calls:
-            self._before.add(path)
+            self._open[0] = self.tail.call(path, args, kwargs, is_early=is_early)
+        elif not self.tail.calls:
+            self.early.add(path)
         return _plain(args), _plain(kwargs)
 
     def _is_early(self, path: str, args: Any, kwargs: Any) -> bool:
         """Whether layer 0, which has called the module already, can do that again: of weights that would be in two."""
-        if path not in self._before or not any(tensors_of(self._model.get_submodule(path))):
+        if path not in self.early or not any(tensors_of(self._model.get_submodule(path))):
             return False
         return all(map(self.tail.is_given, pytree.tree_leaves((args, kwargs))))
 
-    def _results_before(self) -> dict[Source, torch.Tensor]:
-        """What functions of torch made before the first block, and the forward holds, if only in a nested call."""
-        found = ((source, reference()) for source, reference in self._made.values())
-        return {source: tensor for source, tensor in found if tensor is not None}
-
-    def _note(self, source: Source, tensor: torch.Tensor) -> None:
+    def _note_made(self, source: Source, tensor: torch.Tensor) -> None:
         self._made[id(tensor)] = source, weakref.ref(tensor)
 
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -731,18 +701,17 @@ class _Recording(TorchFunctionMode):
         found = tensor.detach()
         source, reference = self._made.get(id(tensor), (0, None))
         if reference is not None and reference() is tensor:
-            self._note(source, found)
+            self._note_made(source, found)
         return found
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
         if len(self._open) == 1:
             if not self._keeps_graph:
                 output = pytree.tree_map_only(torch.Tensor, self._detached, output)
-            self._open[0].output = output
-            if self._open[0].node is not None:
+            if self._open[0] is not None:
                 output = pytree.tree_map_only(lambda leaf: type(leaf) is int, self.tail.number_of, output)
                 self.tail.follow_mode()
-                self.tail.hold(self._open[0].node, output, False)
+                self.tail.hold(self._open[0], output, False)
         self._open.pop()
         return output
 
@@ -750,9 +719,8 @@ class _Recording(TorchFunctionMode):
         """Call a function of torch, and record it if the forward does that between modules."""
         kwargs = kwargs or {}
         value = func(*args, **kwargs) if self._open else self.tail.of_function(func, args, kwargs)
-        if not self.calls:
-            for result, tensor in self._results.of(value):
-                self._note(result, tensor)
+        if not self.tail.calls:
+            self.number(value)
         return value
 
 

@@ -69,15 +69,26 @@ def _places(code: CodeType) -> list[Place]:
     return list(code.co_positions())
 
 
-class Results:
-    """Numbers what functions of torch return while the forward called by ``caller`` runs."""
+class Results(TorchFunctionMode):
+    """Numbers what functions of torch return while the forward called by ``caller`` runs.
 
-    def __init__(self, caller: CodeType) -> None:
-        self._caller = caller
+    Args:
+        note: called with the number of each tensor, and the tensor.
+    """
+
+    def __init__(self, caller: CodeType, note: Callable[[Result, torch.Tensor], None]) -> None:
+        super().__init__()
+        self._caller, self._note = caller, note
         self._counts: Counter[tuple[tuple[CodeType, Place], ...]] = Counter()
 
-    def of(self, value: Any) -> Iterator[tuple[Result, torch.Tensor]]:
-        """The tensors that a function just returned."""
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        value = func(*args, **(kwargs or {}))
+        self.number(value)
+        return value
+
+    def number(self, value: Any) -> None:
+        """Number the tensors that a function just returned."""
         calls, frame = [], inspect.currentframe()
         while frame is not None and frame.f_code is not self._caller:
             if module_of(frame).partition(".")[0] not in ("torch", "fastpipe"):
@@ -86,25 +97,7 @@ class Results:
         key = tuple(calls)
         self._counts[key] += 1
         for leaf, tensor in enumerate(tensor_leaves(value)):
-            yield Result(key, self._counts[key], leaf), tensor
-
-
-class _Keeping(TorchFunctionMode):
-    """Keeps results of functions of torch."""
-
-    def __init__(self, wanted: Collection[Result]) -> None:
-        super().__init__()
-        self.kept: dict[Source, torch.Tensor | int] = {}
-        self._wanted = wanted
-        self._results = Results(_called.__code__)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Call the function."""
-        value = func(*args, **(kwargs or {}))
-        self.kept |= {result: tensor for result, tensor in self._results.of(value) if result in self._wanted}
-        return value
+            self._note(Result(key, self._counts[key], leaf), tensor)
 
 
 TRAINING = "training"
@@ -153,11 +146,14 @@ class Row(NamedTuple):
     read: Mapping[str, Any]
 
 
-def attributes_at(model: nn.Module, paths: Iterable[str]) -> dict[str, Any]:
-    """The attributes of modules, but for those that every module has."""
-    modules = {path: vars(model.get_submodule(path)) for path in paths}
-    found = {join(path, name): value for path, own in modules.items() for name, value in own.items()}
-    return {name: value for name, value in found.items() if name.rpartition(".")[2] not in OF_TORCH}
+def constants_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Any]:
+    """The public attributes of modules that are numbers, text or None, but for those that every module has."""
+    found: dict[str, Any] = {}
+    for path in paths:
+        own = vars(model.get_submodule(path)).items()
+        there = {join(path, name): value for name, value in own if name[0] != "_" and name not in OF_TORCH}
+        found |= {n: value for n, value in there.items() if value is None or type(value) in (bool, int, float, str)}
+    return found
 
 
 def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -198,7 +194,7 @@ class RowStage(WholeNames):
         # not children: they are submodules already, under the model's names
         self._own = [(model.get_submodule(layer.path), layer) for layer in own]
         copied: list[tuple[nn.Module, nn.Module]] = []
-        self._results = frozenset(key for key in row.inputs if isinstance(key, Result))
+        self._wanted = frozenset(key for key in row.inputs if isinstance(key, Result))
         self._before = [(_before_row(model, "", names - set(row.early), holders, copied), row)] if begins else []
         if begins:
             self.stand_for(model, copied)
@@ -259,13 +255,17 @@ class RowStage(WholeNames):
         self._check_unchanged(arguments)
         buffers = {i: self.get_buffer(name) for i, name in row.buffers.items()}
         versions = list(map(version_of, buffers.values()))
-        keeping = _Keeping(self._results) if self._results else None
+        found: dict[Source, torch.Tensor | int] = {}
+
+        def keep(result: Result, tensor: torch.Tensor) -> None:
+            if result in self._wanted:
+                found[result] = tensor
+
         try:
-            with keeping or nullcontext():
+            with Results(_called.__code__, keep) if self._wanted else nullcontext():
                 _called(model, args, kwargs)
         except _Reached as reached:  # itself not kept: its traceback has this frame, and holds what the forward made
             call = reached.call
-            found = {} if keeping is None else keeping.kept
             if any(isinstance(key, Variable) for key in row.inputs):
                 found |= variables_in(_frames_of(reached))
         else:
@@ -305,7 +305,7 @@ class RowStage(WholeNames):
                     "another value: split the model with an example like the step's inputs, or give it as in the "
                     "example"
                 )
-        model = self._original.find()
+        model = self._original()
         if model is None:
             return
         for name, value in self._constants.items():

@@ -14,7 +14,7 @@ import operator
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -45,9 +45,10 @@ from fastpipe.runtime.model.chain import (
 from fastpipe.runtime.model.cuts import restored
 from fastpipe.runtime.model.hugging_face import (
     INSTEAD,
-    HuggingFaceLayers,
+    compare_loss,
     find_num_tokens,
     is_hugging_face,
+    layers_of_hugging_face,
     making_masks,
     no_cache,
     own_loss,
@@ -58,7 +59,7 @@ from fastpipe.runtime.model.rows import (
     Row,
     RowStage,
     arguments_of,
-    attributes_at,
+    constants_of,
     holders_of,
     without_tensors,
 )
@@ -283,23 +284,23 @@ def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dic
     _check_complete(model, layers)
     changed: set[str] = set()
 
-    def whole(args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Runs:
+    def whole(args: tuple[Any, ...], named: dict[str, Any]) -> Runs:
         return _observed(model, paths, lambda: _repeated(model, lambda: model(*args, **named), changed))
 
-    def sequence(count: int, args: tuple[Any, ...] = example, named: dict[str, Any] = kwargs) -> Runs:
-        return _observed(model, paths, lambda: _run_layers(model, layers, count, args, named))
+    def sequence(args: tuple[Any, ...], named: dict[str, Any], count: int) -> Runs:
+        return _observed(model, paths, lambda: _run_layers(layers, count, args, named))
 
-    _compare(model, layers, whole, sequence, changed)
+    _compare(model, layers, whole, sequence, (example, kwargs), changed)
+    is_equal = partial(_is_equal, model, whole, sequence)
     device = next((tensor.device.type for tensor in model.parameters()), "cpu")
     with torch.autocast(device, torch.bfloat16, enabled=not torch.is_autocast_enabled(device)):
-        if _is_equal(model, whole, sequence) is False:
+        if is_equal(example, kwargs) is False:
             raise ValueError(
                 f"model: with torch.autocast around both, its layers in sequence do not return the model's output "
                 f"({type(model).__name__}); do within modules what depends on autocast or turns it on or off, {INSTEAD}"
             )
     for what, args, named in _other_tensors(example, kwargs):
-        runs = [partial(run, args=args, named=named) for run in (whole, sequence)]
-        if _is_equal(model, runs[0], runs[1]) is False:
+        if is_equal(args, named) is False:
             raise ValueError(
                 f"model: with {what} in the example, its layers in sequence do not return the model's output "
                 f"({type(model).__name__}): after its first block it uses a size or value that it read before; read it "
@@ -313,17 +314,10 @@ def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dic
             inspect.BoundArguments(signature, OrderedDict(given | {name: other}))
             for other in _other_values(value, signature.parameters[name].default)
         ]
-        pairs = [[partial(run, args=other.args, named=other.kwargs) for run in (whole, sequence)] for other in others]
-        found = {_is_equal(model, own, parts) for own, parts in pairs} - {None}
-        if found != {True}:
+        if {is_equal(other.args, other.kwargs) for other in others} - {None} != {True}:
             fixed[name] = without_tensors(value)
-    attributes = {name: value for name, value in attributes_at(model, holders).items() if name not in changed}
-    return made(fixed, {name: value for name, value in attributes.items() if _is_constant(name, value)})
-
-
-def _is_constant(name: str, value: Any) -> bool:
-    """Whether an attribute is a public one, and a number, text or None."""
-    return (value is None or type(value) in (bool, int, float, str)) and name.rpartition(".")[2][0] != "_"
+    constants = constants_of(model, holders)
+    return made(fixed, {name: value for name, value in constants.items() if name not in changed})
 
 
 def _observed(model: nn.Module, row: Iterable[str], run: Callable[[], list[Any]]) -> Runs:
@@ -359,14 +353,22 @@ def _repeated(model: nn.Module, run: Callable[[], Any], changed: set[str]) -> li
     return found
 
 
-def _is_equal(model: nn.Module, whole: Callable[[], Runs], sequence: Callable[[int], Runs]) -> bool | None:
+Whole = Callable[[tuple[Any, ...], dict[str, Any]], Runs]
+"""Runs the model on arguments."""
+InSequence = Callable[[tuple[Any, ...], dict[str, Any], int], Runs]
+"""Runs the layers on arguments, some times."""
+
+
+def _is_equal(
+    model: nn.Module, whole: Whole, sequence: InSequence, args: tuple[Any, ...], named: dict[str, Any]
+) -> bool | None:
     """Whether the layers compute what the model does; None if the model cannot run so, or a step refuses to."""
     try:
-        expected = _run_restored(model, whole)
+        expected = _run_restored(model, lambda: whole(args, named))
     except Exception:  # it takes no such input
         return None
     try:
-        return _same(_run_restored(model, lambda: sequence(len(expected[0]))), expected)
+        return _same(_run_restored(model, lambda: sequence(args, named, len(expected[0]))), expected)
     except ValueError as error:
         return None if isinstance(error.__cause__, OtherInputsError) else False
 
@@ -433,38 +435,38 @@ def _other_values(value: Any, default: Any) -> list[Any]:
     return [] if default is inspect.Parameter.empty or default is value else [default]
 
 
-def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> HuggingFaceLayers:
+def _hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
     """The layers of a transformers model, compared with it on the example if there is one."""
     if not example and not kwargs:
-        return HuggingFaceLayers(model)
+        return layers_of_hugging_face(model)
     given = {**inspect.signature(model.forward).bind_partial(*example).arguments, **kwargs}
 
-    def whole(named: dict[str, Any] = given) -> torch.Tensor:
+    def logits_of(named: dict[str, Any]) -> torch.Tensor:
         logits = getattr(model(**named | no_cache(model)), "logits", None)
         if not isinstance(logits, torch.Tensor):
             raise ValueError(f"model: {type(model).__name__} returns no logits; {INSTEAD}")
         return logits
 
-    layers = HuggingFaceLayers(model, given, lambda: _run_restored(model, whole))
+    layers = layers_of_hugging_face(model, given, lambda: _run_restored(model, lambda: logits_of(given)))
     _check_complete(model, layers)
 
-    def runs(named: dict[str, Any] = given) -> Runs:
-        return [_repeated(model, lambda: whole(named), changed)]
+    def whole(args: tuple[Any, ...], named: dict[str, Any]) -> Runs:
+        return [_repeated(model, lambda: logits_of(named), changed)]
 
-    def sequence(count: int, named: dict[str, Any] = given) -> Runs:
-        return [_run_layers(model, layers, count, (), named)]
+    def sequence(args: tuple[Any, ...], named: dict[str, Any], count: int) -> Runs:
+        return [_run_layers(layers, count, args, named)]
 
     changed: set[str] = set()
-    _compare(model, layers, runs, sequence, changed)
+    _compare(model, layers, whole, sequence, ((), given), changed)
     padded = _padded(model, given)
-    if padded is not None and _is_equal(model, partial(runs, padded), partial(sequence, named=padded)) is False:
+    if padded is not None and _is_equal(model, whole, sequence, (), padded) is False:
         raise ValueError(
             f"model: {type(model).__name__} finds padding by the token ids, which only its first stage has; give "
             "attention_mask in the example, as split(model, input_ids, attention_mask=mask), and in every step"
         )
     if "labels" in inspect.signature(model.forward).parameters:
         named = given | no_cache(model)
-        _run_restored(model, lambda: layers.compare_loss(lambda **label: model(**named | label), given))
+        _run_restored(model, lambda: compare_loss(layers, model, lambda **label: model(**named | label), given))
     logger.info("split: the %d layers of %s return its output on the example", len(layers), type(model).__name__)
     return layers
 
@@ -482,21 +484,24 @@ def _padded(model: Any, example: Mapping[str, Any]) -> dict[str, Any] | None:
 def _compare(
     model: nn.Module,
     layers: Layers,
-    whole: Callable[[], Any],
-    sequence: Callable[[int], Runs],
+    whole: Whole,
+    sequence: InSequence,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
     changed: set[str],
 ) -> None:
-    name, expected = type(model).__name__, _run_restored(model, whole)
+    name, expected = type(model).__name__, _run_restored(model, lambda: whole(*example))
     if any(tensor.isnan().any() for tensor in tensor_leaves(expected)):
         raise ValueError(
             f"model: its output on the example has NaN ({name}), so its layers cannot be compared with it; give "
             "another example, such as one without padding"
         )
     try:
-        same = _same(_run_restored(model, lambda: sequence(len(expected[0]))), expected)
+        same = _same(_run_restored(model, lambda: sequence(*example, len(expected[0]))), expected)
     except ValueError as error:
         raise ValueError(f"{error}{_text_of_changes(changed)}") from error
-    same_in_other_mode = _equal_in_mode(not model.training, model, layers, whole, sequence)
+    # a function between blocks, or an argument of one, may act in one mode only
+    with _in_mode(not model.training, [model, *layers]):
+        same_in_other_mode = _is_equal(model, whole, sequence, *example)
     if same and same_in_other_mode is None and not model.training:
         raise ValueError(
             f"model: in training, {name} fails on the example, so its layers cannot be compared with it; give an "
@@ -521,33 +526,23 @@ def _text_of_changes(changed: Collection[str]) -> str:
     return f"; its forward changes {names}, of which each stage has only its own changes" if changed else ""
 
 
-def _uncompiled() -> AbstractContextManager[None]:
-    """Context in which compiled blocks run as they are written: torch would compile the hooks of a recording, too."""
-    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
 def _run_restored(model: nn.Module, run: Callable[[], Result]) -> Result:
-    """Return a run's result; restore the model and the random generators."""
+    """Return a run's result; restore the model and the random generators.
+
+    Compiled blocks run as they are written: torch would compile the hooks of a recording, too.
+    """
     state, state_of_numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=cuda_devices([model])), torch.no_grad(), restored(model), _uncompiled():
+        with (
+            torch.random.fork_rng(devices=cuda_devices([model])),
+            torch.no_grad(),
+            restored(model),
+            torch.compiler.set_stance("force_eager"),
+        ):
             return run()
     finally:
         random.setstate(state)
         np.random.set_state(state_of_numpy)
-
-
-def _equal_in_mode(
-    mode: bool,
-    model: nn.Module,
-    layers: Layers,
-    whole: Callable[[], Any],
-    sequence: Callable[[int], Runs],
-) -> bool | None:
-    """`_is_equal` in training or evaluation: a function between blocks, or an argument of one, may act only there."""
-    with _in_mode(mode, [model, *layers]):
-        return _is_equal(model, whole, sequence)
 
 
 @contextmanager
@@ -564,40 +559,32 @@ def _in_mode(mode: bool, parts: Iterable[nn.Module]) -> Iterator[None]:
             module.training = before
 
 
-def _run_layers(
-    model: nn.Module, layers: Layers, count: int, example: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Any]:
+def _run_layers(layers: Layers, count: int, example: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The results of some runs, in which each layer has only its own changes of attributes, as in another process."""
-    states: dict[int, KeptAttributes] = {}
+    before = [KeptAttributes([layer]) for layer in layers]
+    own, results = list(before), []
     try:
-        return [_run_apart(layers, states, example, kwargs, is_last=i == count - 1) for i in range(count)]
+        for _ in range(count):
+            value: Any = None
+            for i, layer in enumerate(layers):
+                own[i].put_back()
+                inputs, named = (
+                    (as_inputs((value,)), selected(kwargs, accepted_names(layer))) if i else (example, kwargs)
+                )
+                value = layer(*inputs, **named)
+                if count > 1:
+                    own[i] = KeptAttributes([layer])
+                before[i].put_back()
+            results.append(value)
     except Exception as error:  # raised again with an explanation
         raise ValueError(
             f"model: its layers in sequence fail where the model does not ({error}); its forward may use blocks, or "
             f"what comes after them, before the first block: {INSTEAD}"
         ) from error
-
-
-def _run_apart(
-    layers: Layers,
-    states: dict[int, KeptAttributes],
-    example: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    is_last: bool,
-) -> Any:
-    value: Any = None
-    for i, layer in enumerate(layers):
-        kept = KeptAttributes([layer])
-        states.get(i, kept).put_back()
-        inputs, named = (as_inputs((value,)), selected(kwargs, accepted_names(layer))) if i else (example, kwargs)
-        try:
-            value = layer(*inputs, **named)
-            if not is_last:
-                states[i] = KeptAttributes([layer])
-        finally:
+    finally:
+        for kept in before:
             kept.put_back()
-    return value
+    return results
 
 
 def _check_complete(model: nn.Module, layers: Layers) -> None:

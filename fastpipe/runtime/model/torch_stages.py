@@ -186,7 +186,9 @@ class TracedStage(WholeNames):
         self._inputs = inputs if index == 0 else _values_after(calls, inputs, outputs, index - 1)
         is_last = index == len(calls) - 1
         # the model's own may have a value twice, or None
-        self._outputs = _listed(output.args[0]) if is_last else _values_after(calls, inputs, outputs, index)
+        own: Any = output.args[0]
+        own = list(own) if isinstance(own, tuple | list) else [own]
+        self._outputs = own if is_last else _values_after(calls, inputs, outputs, index)
 
     def accepts(self) -> frozenset[str]:
         """The model's inputs, of its first stage."""
@@ -250,10 +252,6 @@ def _modes_of(module: nn.Module) -> dict[bool, str]:
             if named.get("p") != 0 and (mode or (mode is False and "batch_norm" not in str(node.target))):
                 found[mode] = str(node.target)
     return found
-
-
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, tuple | list) else [given]
 
 
 def _check_traced(node: fx.Node, value: Any) -> None:

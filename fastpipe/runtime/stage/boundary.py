@@ -419,10 +419,6 @@ def _spec(shape: Any) -> pytree.TreeSpec:
     return pytree.TreeSpec(made, from_data(context), list(map(_spec, children)))
 
 
-_Known = tuple[dict[int, tuple[bytes, torch.Tensor]], dict[int, bytes]]
-"""By microbatch: texts sent, with their tensors on the device, and texts received."""
-
-
 class TreespecCache:
     """The treespecs that one stage, on one device, sends and receives.
 
@@ -433,9 +429,11 @@ class TreespecCache:
     def __init__(self, stage: int, device: torch.device) -> None:
         self.stage = stage
         self.device = device
-        self._known: dict[int, _Known] = {}
+        # by microbatch: texts sent, with their tensors on the device, and texts received
         self._sent: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._received: dict[int, bytes] = {}
+        # both, by signature
+        self._known: dict[int, tuple[dict[int, tuple[bytes, torch.Tensor]], dict[int, bytes]]] = {}
         self._announcing = True
 
     def begin(self, signature: int, announce: bool) -> None:

@@ -43,10 +43,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from contextvars import copy_context
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -64,35 +62,6 @@ def method_of(modules: Sequence[nn.Module]) -> Callable[..., Any] | None:
     return getattr(type(modules[0]), METHOD, None) if len(modules) == 1 else None
 
 
-class Criterion:
-    """The loss function of one microbatch on the last stage, as the method calls it.
-
-    Args:
-        root: ``root(output, target)`` returns the scaled loss, root of the backward.
-
-    Attributes:
-        labels: the labels that the method passes to it.
-        loss: its result; None before the call.
-    """
-
-    def __init__(self, stage: int, target: Any, root: Callable[[Any, Any], torch.Tensor]) -> None:
-        self.stage = stage
-        self.target = target
-        self.root = root
-        self.labels: list[Any] = list(target) if isinstance(target, tuple | list) else [target]
-        self.loss: torch.Tensor | None = None
-
-    def __call__(self, *values: Any) -> torch.Tensor:
-        """The scaled loss."""
-        if self.loss is not None:
-            raise ValueError(f"{METHOD} of stage {self.stage} called its criterion twice: call it once")
-        count = len(self.labels)
-        outputs, labels = values[: len(values) - count], values[len(values) - count :]
-        target = type(self.target)(labels) if isinstance(self.target, tuple | list) else labels[0]
-        self.loss = self.root(one_or_all(outputs), target)
-        return self.loss
-
-
 def one_or_all(outputs: Sequence[Any]) -> Any:
     """A module's outputs, as its forward returns them."""
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -102,42 +71,57 @@ def fuse(
     stage: int,
     module: nn.Module,
     inputs: list[Any],
-    criterion: Criterion | None,
+    root: Callable[[Any, Any], torch.Tensor] | None,
+    target: Any,
     pair: nn.Module,
     roots: Tensors,
     grads: Sequence[torch.Tensor] | None,
-) -> list[torch.Tensor]:
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Run F of one microbatch, on the stage of index ``stage``, and B of another by the method.
 
-    The F is that of ``module``, with these inputs and, on the last stage, a criterion. The B is that of ``pair``, from
-    these roots: the loss, or the outputs that require a gradient, with their ``grads`` (None for the loss).
+    The F is that of ``module``, with these inputs and, on the last stage, ``root(output, target)``, which returns the
+    scaled loss: the method gets it as the criterion, with the target as labels. The B is that of ``pair``, from these
+    roots: the loss, or the outputs that require a gradient, with their ``grads`` (None for the loss).
 
     Returns:
-        The outputs of the module's forward.
+        The outputs of the module's forward, and the result of ``root``.
 
     Raises:
         ValueError: when the method's result violates the contract, or it ran no backward.
     """
+    has_several = isinstance(target, tuple | list)
+    labels = [] if root is None else list(target) if has_several else [target]
+    losses: list[torch.Tensor] = []
+
+    def criterion(*values: Any) -> torch.Tensor:
+        assert root is not None
+        if losses:
+            raise ValueError(f"{METHOD} of stage {stage} called its criterion twice: call it once")
+        count = len(values) - len(labels)
+        given = values[count:]
+        losses.append(root(one_or_all(values[:count]), type(target)(given) if has_several else given[0]))
+        return losses[0]
+
     # a copy: DualPipe's example detaches the loss in place, which fails for a view
     loss = None if grads is not None else roots[0].clone()
     not_entered = {tensor.grad_fn for tensor in (roots if loss is None else [loss]) if tensor.grad_fn is not None}
     hooks = [node.register_prehook(lambda _, node=node: not_entered.discard(node)) for node in not_entered]
     method = method_of([module])
     assert method is not None
-    labels = [] if criterion is None else criterion.labels
     theirs = ([], []) if grads is None else (tuple(roots), tuple(grads))
     try:
-        found = method(module, inputs, criterion, labels, pair, loss, *theirs)
+        found = method(module, inputs, None if root is None else criterion, labels, pair, loss, *theirs)
     finally:
         for hook in hooks:
             hook.remove()
     if not_entered:
         what = "loss1" if grads is None else "outputs1"
         raise ValueError(f"{METHOD} of stage {stage} did not run the backward of {what}: call it in the method")
-    return _checked(stage, found, criterion)
+    own = losses[0] if losses else None
+    return _checked(stage, found, own, has_criterion=root is not None), own
 
 
-def _checked(stage: int, found: Any, criterion: Criterion | None) -> list[torch.Tensor]:
+def _checked(stage: int, found: Any, own: torch.Tensor | None, *, has_criterion: bool) -> list[torch.Tensor]:
     """The outputs that the method returned; raises ValueError if they violate the contract."""
     prefix = f"{METHOD} of stage {stage} returned"
     if not isinstance(found, tuple | list) or len(found) != 2:
@@ -147,9 +131,9 @@ def _checked(stage: int, found: Any, criterion: Criterion | None) -> list[torch.
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
     if not isinstance(outputs, tuple | list) or not all(isinstance(output, torch.Tensor) for output in outputs):
         raise ValueError(f"{prefix} a {type(outputs).__name__} for outputs0: return what the forward gives, as a list")
-    if criterion is None and loss is not None:
+    if not has_criterion and loss is not None:
         raise ValueError(f"{prefix} a loss, and criterion0 was None: return None for loss0")
-    if criterion is not None and (criterion.loss is None or loss is not criterion.loss):
+    if has_criterion and (own is None or loss is not own):
         raise ValueError(
             f"{prefix} another loss0 than criterion0 gave: return criterion0(*outputs0, *labels0) as it is"
         )
@@ -372,8 +356,13 @@ def in_turns(
 ) -> None:
     """Run both halves in turns, from one `fastpipe.all_to_all` to the next, the backward in the helper."""
     turns = Turns(BACKWARD if backward_first else FORWARD)
-    second = partial(turns.run, BACKWARD, backward)
-    running = helper.submit(copy_context().run, _with_state, thread_state(), second)
+    state = thread_state()
+
+    def run_backward() -> None:
+        with state():
+            turns.run(BACKWARD, backward)
+
+    running = helper.submit(copy_context().run, run_backward)
     error: BaseException | None = None
     try:
         turns.run(FORWARD, forward)
@@ -385,11 +374,6 @@ def in_turns(
             raise error
     finally:
         del error, running  # breaks the reference cycle of exception and frame
-
-
-def _with_state(state: Callable[[], AbstractContextManager[None]], backward: Callable[[], None]) -> None:
-    with state():
-        backward()
 
 
 def _wait_to_end(running: Future[None]) -> BaseException | None:

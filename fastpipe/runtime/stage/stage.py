@@ -43,7 +43,7 @@ from fastpipe.runtime.stage.boundary import (
 )
 from fastpipe.runtime.stage.context import ActionContext, ContextFactory
 from fastpipe.runtime.stage.losses import AddedLosses, LossFunction, StageLosses, StageWork
-from fastpipe.runtime.stage.pairs import METHOD, Criterion, OtherHalfError, fuse, method_of, num_calls, one_or_all
+from fastpipe.runtime.stage.pairs import METHOD, OtherHalfError, fuse, method_of, num_calls, one_or_all
 from fastpipe.runtime.stage.random_numbers import RandomNumbers
 
 logger = logging.getLogger("fastpipe")
@@ -54,7 +54,8 @@ class Record:
     """State that a forward keeps for its backward.
 
     Attributes:
-        weights: the extension's object for the weight gradients of a split backward; None if I, or B, computes all.
+        weights: takes the weight gradients of a split backward from F to W (``csrc/torch/weight_grad.h``); None if I,
+            or B, computes all.
     """
 
     inputs: Tensors
@@ -267,14 +268,14 @@ class Stage:
                     f"{METHOD} of stage {self.index} has no place for what earlier layers carry "
                     f"({', '.join(carried)}): return it as further outputs, or leave out the method"
                 )
-            criterion, work = None, self.work
+            root, target, work = None, None, self.work
             if self.losses.loss_fn is not None and work.targets is not None and work.output_grads is None:
-                criterion = Criterion(self.index, work.targets[microbatch], partial(self.losses.root, microbatch))
-            found = fuse(self.index, self.modules[0], list(args), criterion, pair.modules[0], roots, grads)
+                root, target = partial(self.losses.root, microbatch), work.targets[microbatch]
+            found, loss = fuse(self.index, self.modules[0], list(args), root, target, pair.modules[0], roots, grads)
         output = one_or_all(found)
-        if criterion is not None and criterion.loss is not None:
+        if loss is not None:
             self.losses.keep(microbatch, output)
-            outputs: Tensors = (criterion.loss,)
+            outputs: Tensors = (loss,)
         else:
             self._check_fused(found)
             outputs = self._finish(microbatch, output) if self.is_last else self._pack_outputs(microbatch, output, {})
@@ -327,14 +328,11 @@ class Stage:
         """Whether F of this stage and B of ``pair`` are to run in turns, if the pipeline has such pairs."""
         # a wrapper has one action at a time
         is_free = self is not pair or self.parallel is None
-        return (self.exchanges or pair.exchanges) and is_free and not self._excludes(pair)
-
-    def _excludes(self, pair: Stage) -> bool:
-        if self.random is None:
+        if not is_free or not (self.exchanges or pair.exchanges):
             return False
-        guard = self.random.guard
+        guard = None if self.random is None else self.random.guard
         # a recompute writes buffers again, BatchNorm's for example, and so does an F of the same stage
-        return guard.exclusive or (guard.recomputes and self is pair)
+        return guard is None or not (guard.exclusive or (guard.recomputes and self is pair))
 
     def forward_backward(
         self,
@@ -373,7 +371,9 @@ class Stage:
             return run(microbatch, inputs)
         caught: dict[int, torch.Tensor] = {}
         entered = tuple(enter(t, caught, i) if t.requires_grad else t for i, t in enumerate(inputs))
-        weights = self._make_weight_gradients() if splits else None
+        # without the extension I is the whole backward, and W computes nothing
+        runtime: Any = native.load() if splits else None
+        weights = None if runtime is None else runtime.WeightGradients(self.fused_weight_grad)
         if weights is None:
             outputs = run(microbatch, entered)
         else:
@@ -386,14 +386,6 @@ class Stage:
                 raise
         self._records[microbatch] = Record(inputs, outputs, caught, weights)
         return outputs
-
-    def _make_weight_gradients(self) -> Any:
-        """What takes the weight gradients of a microbatch from F to W (``csrc/torch/weight_grad.h``).
-
-        None without the extension: then I is the whole backward, and W computes nothing.
-        """
-        runtime: Any = native.load()
-        return None if runtime is None else runtime.WeightGradients(self.fused_weight_grad)
 
     def awaits_backward(self, microbatch: int) -> bool:
         """Whether F of a microbatch has run, and its B or I has not."""
@@ -438,12 +430,10 @@ class Stage:
         armed = _NOTHING if weights is None else weights.armed(backward=True)
         with self.context.as_current(Op.I, microbatch), self.context.around_backward(), armed:
             found = self._differentiate(microbatch, grads)
-        if weights is None:
-            self._waiting[microbatch] = None, 0
-            return found
-        # another microbatch may use others, of a mixture of experts for example
-        self.add_deferred(() if self.knows_deferred else weights.leaves())
-        self._waiting[microbatch] = weights, weights.held_bytes()
+        if weights is not None:
+            # another microbatch may use others, of a mixture of experts for example
+            self.add_deferred(() if self.knows_deferred else weights.leaves())
+        self._waiting[microbatch] = weights, 0 if weights is None else weights.held_bytes()
         self.peak_held_bytes = max(self.peak_held_bytes, sum(held for _, held in self._waiting.values()))
         return found
 
