@@ -84,12 +84,20 @@ _MAX_FORWARDS = 100_000_000
 
 def check_size(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> None:
     """Refuse a schedule whose actions memory cannot hold."""
-    check_counts(num_ranks=num_ranks)
     forwards = num_ranks * num_microbatches * stages_per_rank
     if forwards > _MAX_FORWARDS:
         raise ValueError(
             f"num_ranks = {num_ranks}, num_microbatches = {num_microbatches}, stages_per_rank = {stages_per_rank}: "
             f"that is {forwards:,} forwards, and a schedule has at most {_MAX_FORWARDS:,}; ask for fewer"
+        )
+
+
+def check_both_ways(name: str, num_ranks: int, num_microbatches: int) -> None:
+    """Refuse odd numbers, for a schedule that sends half of the microbatches each way."""
+    if num_ranks % 2 or num_microbatches % 2:
+        raise ValueError(
+            f"num_ranks = {num_ranks}, num_microbatches = {num_microbatches}: {name} sends half of the microbatches "
+            "each way and needs an even number of both"
         )
 
 
