@@ -7,13 +7,12 @@ is the CostModel's business.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor, isfinite
 from typing import Any
 
-from fastpipe.checks import check_counts, is_whole, plain
+from fastpipe.checks import check_counts, is_number, is_whole, plain
 from fastpipe.schedule import Schedule
 
 
@@ -107,11 +106,6 @@ def is_count(value: Any) -> bool:
 
 
 PerRank = float | Sequence[float]
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number of at least 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _is_cost(value: Any) -> bool:
