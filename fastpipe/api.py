@@ -14,7 +14,7 @@ from fastpipe.lower import lower as _lower
 from fastpipe.machine import COALESCED, Lanes, lane_numbers
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
-from fastpipe.schedules import find, make_schedule
+from fastpipe.schedules import check_size, find, make_schedule
 from fastpipe.simulate import simulate_program
 from fastpipe.timeline import Timeline
 from fastpipe.validate import validate_schedule
@@ -127,7 +127,7 @@ def compare(
     for work in schedules:
         if not isinstance(work, Schedule):  # a misspelt name is no impossible schedule
             find(work)
-            check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
+            check_size(*check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches))
         try:
             rows.append(_row(_with_costs(work, num_ranks, num_microbatches, cost), cost, lanes))
         except ValueError as error:

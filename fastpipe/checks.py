@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from os import PathLike, fspath
@@ -24,6 +25,12 @@ _MOST = {
 def is_whole(value: Any, least: int = 0) -> bool:
     """Whether it is a whole number of at least ``least``, Python's own or NumPy's."""
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
+
+
+def is_number(value: Any, least: float = 0, most: float = sys.float_info.max) -> bool:
+    """Whether it is a number of Python's, an int or a float, from ``least`` to ``most``."""
+    # an int may be too large to become a float, so it is compared as it is
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 def check_counts(**counts: Any) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastpipe.checks import as_path, check_index, check_type, plain
+from fastpipe.checks import as_path, check_index, check_type, is_number, is_whole, plain
 from fastpipe.program import Channel, ChannelKind, Op
 from fastpipe.timeline import Timeline
 
@@ -280,18 +280,13 @@ def _check_links(name: str, value: Mapping[Any, Any]) -> None:
     if name not in _LINK_FIELDS:
         raise ValueError(f"{name}: give a number, or a sequence with one for each stage")
     for link in value:
-        if not (isinstance(link, tuple) and len(link) == 2 and all(map(_is_rank, link))):
+        if not (isinstance(link, tuple) and len(link) == 2 and all(map(is_whole, link))):
             raise ValueError(f"{name}: {link!r} is no link; name it (source rank, destination rank)")
 
 
 def is_cost(number: Any) -> bool:
     """Whether it is a number of Python's from 0 to `LARGEST`."""
-    # an int may be too large to become a float, so it is compared as it is
-    return isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number <= LARGEST
-
-
-def _is_rank(rank: Any) -> bool:
-    return isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0
+    return is_number(number, most=LARGEST)
 
 
 def check_links(costs: Any, num_ranks: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,16 @@ Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
 
-class _Orders(ctypes.Structure):
+class View(ctypes.Structure):
+    """A struct of csrc/plan/plan.h. Its values are numbers, arrays, and lists of arrays, which it keeps alive."""
+
+    def __init__(self, *values: Any) -> None:
+        given = [_pointers(value) if isinstance(value, list) else value for value in values]
+        self._kept = values, given
+        super().__init__(*(value.ctypes.data if isinstance(value, np.ndarray) else value for value in given))
+
+
+class _Orders(View):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_ranks", "num_stages", "num_microbatches", "num_routes")),
         ("routes", ctypes.c_void_p),
@@ -46,7 +55,7 @@ class _Orders(ctypes.Structure):
     ]
 
 
-class _Costs(ctypes.Structure):
+class _Costs(View):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("forward", "backward", "backward_input", "backward_weight")),
         ("overlapped", ctypes.c_void_p),
@@ -55,28 +64,48 @@ class _Costs(ctypes.Structure):
     ]
 
 
+class _Pointer:
+    """The type of arguments: structs, numbers to be filled, arrays, lists of arrays, and what the library returned."""
+
+    @staticmethod
+    def from_param(value: Any) -> Any:
+        if isinstance(value, int):
+            return ctypes.c_void_p(value)
+        if isinstance(value, list):
+            value = _pointers(value)
+        if not isinstance(value, np.ndarray):
+            return ctypes.byref(value)
+        pointer = ctypes.c_void_p(value.ctypes.data)
+        pointer.kept = value  # type: ignore[attr-defined]
+        return pointer
+
+
+def _pointers(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uintp]:
+    return np.array([array.ctypes.data for array in arrays], dtype=np.uintp)
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "version": (ctypes.c_int32,),
-    "validate_schedule": (ctypes.c_int32, ctypes.c_void_p),
-    "lower": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32),
-    "num_channels": (ctypes.c_int32, ctypes.c_void_p),
-    "channels": (None, ctypes.c_void_p, ctypes.c_void_p),
-    "num_instructions": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32),
-    "write": (ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p),
-    "free": (None, ctypes.c_void_p),
-    "validate_program": (ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p),
-    "simulate": (ctypes.c_int32, *[ctypes.c_void_p] * 5),
-    "retime": (ctypes.c_int32, *[ctypes.c_void_p] * 4),
-    "search": (ctypes.c_void_p, *[ctypes.c_void_p] * 2, ctypes.c_int32, ctypes.c_uint64),
-    "improve": (ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_double] * 2),
-    "best": (ctypes.c_int32, *[ctypes.c_void_p] * 3),
-    "end_search": (None, ctypes.c_void_p),
-    "compact": (ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2),
-    "slack": (ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2),
-    "beam": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 3),
-    "loop": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 2),
-    "fill": (ctypes.c_int32, *[ctypes.c_void_p] * 3),
-    "construct": (ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 5),
+    "validate_schedule": (ctypes.c_int32, _Pointer),
+    "lower": (ctypes.c_void_p, _Pointer, ctypes.c_int32, ctypes.c_int32),
+    "num_channels": (ctypes.c_int32, _Pointer),
+    "channels": (None, _Pointer, _Pointer),
+    "num_instructions": (ctypes.c_int64, _Pointer, ctypes.c_int32),
+    "write": (ctypes.c_int32, _Pointer, ctypes.c_int32, _Pointer),
+    "free": (None, _Pointer),
+    "validate_program": (ctypes.c_int32, _Pointer, _Pointer),
+    "simulate": (ctypes.c_int32, *[_Pointer] * 5),
+    "retime": (ctypes.c_int32, *[_Pointer] * 4),
+    "search": (ctypes.c_void_p, *[_Pointer] * 2, ctypes.c_int32, ctypes.c_uint64),
+    "improve": (ctypes.c_int32, _Pointer, ctypes.c_int64, *[ctypes.c_double] * 2),
+    "best": (ctypes.c_int32, *[_Pointer] * 3),
+    "end_search": (None, _Pointer),
+    "compact": (ctypes.c_int64, *[_Pointer] * 2, ctypes.c_int64, *[_Pointer] * 2),
+    "slack": (ctypes.c_int64, *[_Pointer] * 2, ctypes.c_int64, *[_Pointer] * 2),
+    "beam": (ctypes.c_int64, _Pointer, ctypes.c_int64, *[_Pointer] * 3),
+    "loop": (ctypes.c_int64, _Pointer, ctypes.c_int64, *[_Pointer] * 2),
+    "fill": (ctypes.c_int32, *[_Pointer] * 3),
+    "construct": (ctypes.c_int32, _Pointer, *[ctypes.c_int32] * 2, *[_Pointer] * 5),
 }
 
 
@@ -93,11 +122,11 @@ def library() -> ctypes.CDLL | None:
     return found if found.fastpipe_plan_version() == VERSION else None
 
 
-def loaded() -> ctypes.CDLL:
-    """The library; the caller has asked whether it is there."""
+def function(name: str) -> Callable[..., Any]:
+    """A function of the library; the caller has asked whether it is there."""
     found = library()
     assert found is not None, "the caller asks first"
-    return found
+    return getattr(found, f"fastpipe_plan_{name}")  # type: ignore[no-any-return]
 
 
 def status() -> str:
@@ -121,51 +150,32 @@ def _library_for(orders: Schedule | Program) -> ctypes.CDLL | None:
     return library() if orders.placement.num_stages * orders.num_microbatches <= 2 * num_actions else None
 
 
-class _View:
-    """Orders as the library reads them; keeps the arrays alive."""
-
-    def __init__(self, orders: Schedule | Program) -> None:
-        placement, channels = orders.placement, orders.channels if isinstance(orders, Program) else ()
-        self.columns = [np.ascontiguousarray(columns, dtype=np.int32) for columns in orders.columns]
-        self.routes = np.array(placement.routes, dtype=np.int32)
-        self.channels = np.array(channels, dtype=np.int32).reshape(-1, 3)
-        self.counts = np.array([columns.shape[1] for columns in self.columns], dtype=np.int64)
-        self.pointers = _pointers(self.columns)
-        self.struct = _Orders(
-            placement.num_ranks,
-            placement.num_stages,
-            orders.num_microbatches,
-            len(placement.routes),
-            self.routes.ctypes.data,
-            self.pointers.ctypes.data,
-            self.counts.ctypes.data,
-            len(self.channels),
-            self.channels.ctypes.data,
-            orders.forward_only,
-        )
-        self.address = ctypes.addressof(self.struct)
-
-
-def _pointers(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uintp]:
-    return np.array([array.ctypes.data for array in arrays], dtype=np.uintp)
+def _orders_of(orders: Schedule | Program) -> _Orders:
+    placement, channels = orders.placement, orders.channels if isinstance(orders, Program) else ()
+    return _Orders(
+        placement.num_ranks,
+        placement.num_stages,
+        orders.num_microbatches,
+        len(placement.routes),
+        np.array(placement.routes, dtype=np.int32),
+        [np.ascontiguousarray(columns, dtype=np.int32) for columns in orders.columns],
+        np.array([columns.shape[1] for columns in orders.columns], dtype=np.int64),
+        len(channels),
+        np.array(channels, dtype=np.int32).reshape(-1, 3),
+        orders.forward_only,
+    )
 
 
 def is_valid_schedule(schedule: Schedule) -> bool:
     """Whether it was found complete and able to run; False also when that is left to the Python code."""
     found = _library_for(schedule)
-    if found is None:
-        return False
-    view = _View(schedule)
-    return bool(found.fastpipe_plan_validate_schedule(view.address))
+    return found is not None and bool(found.fastpipe_plan_validate_schedule(_orders_of(schedule)))
 
 
 def is_valid_program(program: Program, lanes: Sequence[int]) -> bool:
     """Whether it was proved; False also when that is left to the Python code."""
-    found = _library_for(program)
-    if found is None:
-        return False
-    view, lane_of = _View(program), np.array(lanes, dtype=np.int32)
-    return bool(found.fastpipe_plan_validate_program(view.address, lane_of.ctypes.data))
+    found, lane_of = _library_for(program), np.array(lanes, dtype=np.int32)
+    return found is not None and bool(found.fastpipe_plan_validate_program(_orders_of(program), lane_of))
 
 
 def lower(schedule: Schedule, ahead: int, bounded: int) -> tuple[list[tuple[int, int, int]], list[Ints]] | None:
@@ -179,12 +189,12 @@ def lower(schedule: Schedule, ahead: int, bounded: int) -> tuple[list[tuple[int,
     found = _library_for(schedule)
     if found is None:
         return None
-    view = _View(schedule)
-    handle = found.fastpipe_plan_lower(view.address, min(ahead, _INT_MAX), bounded)
+    orders = _orders_of(schedule)
+    handle = found.fastpipe_plan_lower(orders, min(ahead, _INT_MAX), bounded)
     if not handle:
         return None
     try:
-        return _read_lowered(found, handle, len(view.columns))
+        return _read_lowered(found, handle, schedule.num_ranks)
     finally:
         found.fastpipe_plan_free(handle)
 
@@ -193,11 +203,11 @@ def _read_lowered(
     found: ctypes.CDLL, handle: int, num_ranks: int
 ) -> tuple[list[tuple[int, int, int]], list[Ints]] | None:
     channels = np.empty((found.fastpipe_plan_num_channels(handle), 3), dtype=np.int32)
-    found.fastpipe_plan_channels(handle, channels.ctypes.data)
+    found.fastpipe_plan_channels(handle, channels)
     written = []
     for rank in range(num_ranks):
         columns = np.empty((7, found.fastpipe_plan_num_instructions(handle, rank)), dtype=np.int32)
-        if not found.fastpipe_plan_write(handle, rank, columns.ctypes.data):
+        if not found.fastpipe_plan_write(handle, rank, columns):
             return None
         columns.setflags(write=False)
         written.append(columns)
@@ -209,28 +219,19 @@ def simulate(program: Program, lanes: Sequence[int], cost: CostModel) -> tuple[l
     found = _library_for(program)
     if found is None:
         return None
-    view, lane_of = _View(program), np.array(lanes, dtype=np.int32)
-    starts, ends = ([np.empty(count) for count in view.counts.tolist()] for _ in range(2))
-    seconds = _Seconds(cost, program)
-    pointers = _pointers(starts), _pointers(ends)
-    done = found.fastpipe_plan_simulate(
-        view.address, lane_of.ctypes.data, seconds.address, *(array.ctypes.data for array in pointers)
-    )
+    starts, ends = ([np.empty(columns.shape[1]) for columns in program.columns] for _ in range(2))
+    lane_of = np.array(lanes, dtype=np.int32)
+    done = found.fastpipe_plan_simulate(_orders_of(program), lane_of, _costs_of(cost, program), starts, ends)
     return (starts, ends) if done else None
 
 
-class _Seconds:
-    """Costs as the library reads them; keeps the arrays alive."""
-
-    def __init__(self, cost: CostModel, program: Program) -> None:
-        fused = cost.overlapped is not None
-        names = ["forward", "backward", "backward_input", "backward_weight", "overlapped" if fused else "forward"]
-        links = [cost.link(source, destination) for source, destination, _ in program.channels]
-        self.arrays = [
-            *(cost.per_stage(name, program.num_stages) for name in names),
-            *(np.array([link[i] for link in links], dtype=np.float64) for i in range(2)),
-            cost.per_stage("activation_bytes", program.num_stages),
-        ]
-        data = [array.ctypes.data for array in self.arrays]
-        self.struct = _Costs(*data[:5], fused, *data[5:])
-        self.address = ctypes.addressof(self.struct)
+def _costs_of(cost: CostModel, program: Program) -> _Costs:
+    fused = cost.overlapped is not None
+    names = ["forward", "backward", "backward_input", "backward_weight", "overlapped" if fused else "forward"]
+    links = [cost.link(source, destination) for source, destination, _ in program.channels]
+    return _Costs(
+        *(cost.per_stage(name, program.num_stages) for name in names),
+        fused,
+        *np.array(links, dtype=np.float64).reshape(-1, 2).T.copy(),
+        cost.per_stage("activation_bytes", program.num_stages),
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,6 +22,7 @@ from fastpipe.action import NONE, Action, ActionKind
 from fastpipe.checks import as_path, check_counts, check_type
 from fastpipe.errors import ProgramError
 from fastpipe.placement import Placement
+from fastpipe.schedule import Rows
 
 Columns = npt.NDArray[np.int32]
 """Seven rows (the fields of `Instruction`), one column an instruction."""
@@ -136,7 +138,7 @@ def columns_of(rows: Sequence[Sequence[int]]) -> Columns:
     return columns
 
 
-class RankProgram(Sequence[Instruction]):
+class RankProgram(Rows[Instruction]):
     """What one rank executes.
 
     Attributes:
@@ -144,9 +146,12 @@ class RankProgram(Sequence[Instruction]):
     """
 
     def __init__(self, rank: int, columns: Columns, channels: tuple[Channel, ...]) -> None:
+        super().__init__(columns)
         self.rank = rank
-        self.columns = columns
         self.channels = channels
+
+    def _row(self, *numbers: int) -> Instruction:
+        return Instruction(_OPS[numbers[0]], *numbers[1:])
 
     @property
     def num_slots(self) -> int:
@@ -160,35 +165,9 @@ class RankProgram(Sequence[Instruction]):
         return int(self.columns[6][self.columns[0] == Op.SEND].max(initial=-1)) + 1
 
     @property
-    def peak_activations(self) -> int:
-        """Live stage activations at most, in number; released at the end of W or B."""
-        return self._peak(Op.W)
-
-    @property
     def peak_activations_released_at_input(self) -> int:
         """The same if the end of I released them, as some papers count."""
         return self._peak(Op.I)
-
-    def _peak(self, released_by: Op) -> int:
-        """Highest level of a counter: a forward adds one, the end of a full backward or ``released_by`` takes one."""
-        ops = self.columns[0]
-        steps = np.zeros((2, len(ops)), dtype=np.int64)
-        steps[0, (ops == Op.F) | (ops == Op.OVERLAP_F_B)] = 1
-        steps[1, (ops == released_by) | (ops == Op.B) | (ops == Op.OVERLAP_F_B)] = -1
-        if not steps[1].any():  # forward only: nothing is kept for a backward
-            steps[1] = -steps[0]
-        return int(np.cumsum(steps.T.ravel()).max(initial=0))
-
-    def __len__(self) -> int:
-        return int(self.columns.shape[1])
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return list(_instructions(self.columns[:, index]))
-        return next(_instructions(self.columns[:, [index]]))
-
-    def __iter__(self) -> Iterator[Instruction]:
-        return _instructions(self.columns)
 
     def __str__(self) -> str:
         lines = [f"rank {self.rank}: {len(self)} instructions, {self.num_slots} receive slots, {self.num_sends} sends"]
@@ -210,11 +189,6 @@ class RankProgram(Sequence[Instruction]):
             f"{instruction.op.name:<11} {what}, peer {peer}, channel {instruction.channel} ({channel}), "
             f"{number} {instruction.slot}"
         )
-
-
-def _instructions(columns: Columns) -> Iterator[Instruction]:
-    for op, *rest in zip(*columns.tolist(), strict=True):
-        yield Instruction(_OPS[op], *rest)
 
 
 def _transfer_or_compute(instruction: Instruction, channels: tuple[Channel, ...]) -> Action | None:
@@ -398,80 +372,58 @@ def _read_json(text: str) -> dict[str, Any]:
         raise ProgramError(f"no JSON: {error}") from None
     if not isinstance(data, dict):
         raise ProgramError("no program: give an object with the entries that Program.to_json writes")
-    if data.pop("format", None) != _FORMAT:
-        raise ProgramError(f"format = {json.loads(text).get('format')!r}: this reads {_FORMAT!r}")
+    if (found := data.pop("format", None)) != _FORMAT:
+        raise ProgramError(f"format = {found!r}: this reads {_FORMAT!r}")
     for name in data:
-        if name not in _READERS:
-            raise ProgramError(f"{name}: there is no such entry; there are {', '.join(_READERS)}")
-    for name in _READERS:
+        if name not in _ENTRIES:
+            raise ProgramError(f"{name}: there is no such entry; there are {', '.join(_ENTRIES)}")
+    for name, (is_right, what) in _ENTRIES.items():
         if name not in data:
             raise ProgramError(f"{name} is missing")
-    return {name: reader(name, data[name]) for name, reader in _READERS.items()}
+        if not is_right(data[name]):
+            raise ProgramError(f"{name} = {reprlib.repr(data[name])}: give {what}")
+    _check_items(data["channels"], data["ranks"])
+    return {**data, "ranks": list(map(columns_of, data["ranks"]))}
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ProgramError(f"{name} = {value!r}: give a string")
-    return value
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ProgramError(f"{name} = {value!r}: give true or false")
-    return value
-
-
-def _count(name: str, value: Any) -> int:
-    if not _is_whole(value) or value < 1:
-        raise ProgramError(f"{name} = {value!r}: give a whole number of at least 1")
-    return int(value)
-
-
-def _routes(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    if not _is_list(value, lambda route: _is_list(route, _is_whole)):
-        raise ProgramError(f"{name}: give lists of whole numbers, the rank of every stage for each route")
-    return tuple(tuple(route) for route in value)
-
-
-def _channels(name: str, value: Any) -> list[tuple[int, int, str]]:
-    if not isinstance(value, list):
-        raise ProgramError(f"{name}: give a list of channels")
-    for number, channel in enumerate(value):
-        right = isinstance(channel, list) and len(channel) == 3 and _is_list(channel[:2], _is_whole)
-        if not right or channel[2] not in ("activation", "gradient"):
-            raise ProgramError(
-                f"{name}[{number}] = {channel!r}: give [source, destination, 'activation' or 'gradient']"
-            )
-    return [(source, destination, kind) for source, destination, kind in value]
-
-
-def _ranks(name: str, value: Any) -> list[npt.NDArray[np.int32]]:
-    if not _is_list(value, lambda rows: isinstance(rows, list)):
-        raise ProgramError(f"{name}: give a list of instructions a rank")
-    return [_columns(f"{name}[{rank}]", rows) for rank, rows in enumerate(value)]
-
-
-def _columns(name: str, rows: Sequence[Any]) -> npt.NDArray[np.int32]:
-    for position, row in enumerate(rows):
-        if not _is_list(row, _is_whole) or len(row) != 7:
-            raise ProgramError(f"{name}[{position}]: give 7 whole numbers of 32 bits")
-    return columns_of(rows)
+def _check_items(channels: list[Any], ranks: list[list[Any]]) -> None:
+    for number, channel in enumerate(channels):
+        if not _is_channel(channel):
+            what = "[source, destination, 'activation' or 'gradient']"
+            raise ProgramError(f"channels[{number}] = {channel!r}: give {what}")
+    for rank, rows in enumerate(ranks):
+        for position, row in enumerate(rows):
+            if not _is_list(row, _is_whole) or len(row) != len(FIELDS):
+                raise ProgramError(f"ranks[{rank}][{position}]: give {len(FIELDS)} whole numbers of 32 bits")
 
 
 def _is_whole(value: Any) -> bool:
     return type(value) is int and -_LIMIT <= value < _LIMIT
 
 
+def _is_count(value: Any) -> bool:
+    return _is_whole(value) and value > 0
+
+
 def _is_list(value: Any, check: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(map(check, value))
 
 
-_READERS: dict[str, Callable[[str, Any], Any]] = {
-    "name": _text,
-    "num_ranks": _count,
-    "routes": _routes,
-    "num_microbatches": _count,
-    "forward_only": _flag,
-    "channels": _channels,
-    "ranks": _ranks,
+def _is_channel(value: Any) -> bool:
+    has_three = isinstance(value, list) and len(value) == 3 and _is_list(value[:2], _is_whole)
+    return has_three and value[2] in ("activation", "gradient")
+
+
+_ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (lambda value: isinstance(value, str), "a string"),
+    "num_ranks": (_is_count, "a whole number of at least 1"),
+    "routes": (
+        lambda value: _is_list(value, lambda route: _is_list(route, _is_whole)),
+        "lists of whole numbers, the rank of every stage for each route",
+    ),
+    "num_microbatches": (_is_count, "a whole number of at least 1"),
+    "forward_only": (lambda value: isinstance(value, bool), "true or false"),
+    "channels": (lambda value: isinstance(value, list), "a list of channels"),
+    "ranks": (lambda value: _is_list(value, lambda rows: isinstance(rows, list)), "a list of instructions a rank"),
 }
+"""What `_read_json` asks of each, and what to give."""

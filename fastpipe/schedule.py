@@ -10,7 +10,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from fastpipe.placement import Placement
 Columns = npt.NDArray[np.int32]
 """Five rows (kind, stage, microbatch, pair_stage, pair_microbatch), one column an action."""
 
+Row = TypeVar("Row")
+
 FIELDS = Action._fields
 _KINDS = tuple(ActionKind)
 MOST = 2**31 - 1
@@ -33,39 +35,51 @@ _SPACES = re.compile(r"\s*([;()])\s*")
 _FIRST_BACKWARD, _LAST_COMPUTE, _FIRST_TRANSFER = ActionKind.B, max(COMPUTE_KINDS), min(COMMUNICATION_KINDS)
 
 
-class RankSchedule(Sequence[Action]):
-    """What one rank does, in order: a read-only sequence of `Action` over the columns."""
+class Rows(Sequence[Row]):
+    """What one rank does, in order: a read-only sequence over columns, whose first row are kinds."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
 
+    def _row(self, *numbers: int) -> Row:
+        raise NotImplementedError
+
     @property
     def peak_activations(self) -> int:
-        """Live stage activations at most, from the start of F to the end of W or B."""
+        """Live stage activations at most, in number; released at the end of W or B."""
+        return self._peak(ActionKind.W)
+
+    def _peak(self, released_by: int) -> int:
+        """Highest level of a counter: a forward adds one, the end of a full backward or ``released_by`` takes one."""
         kinds = self.columns[0]
-        pair = kinds == ActionKind.OVERLAP_F_B
-        takes = np.cumsum((kinds == ActionKind.F) | pair)
-        gives = np.cumsum((kinds == ActionKind.B) | (kinds == ActionKind.W) | pair)
-        return int((takes - np.concatenate([[0], gives[:-1]])).max(initial=0)) if len(kinds) else 0
+        fused = kinds == ActionKind.OVERLAP_F_B
+        steps = np.zeros((2, len(kinds)), dtype=np.int64)
+        steps[0, (kinds == ActionKind.F) | fused] = 1
+        steps[1, (kinds == released_by) | (kinds == ActionKind.B) | fused] = -1
+        if not steps[1].any():  # forward only: nothing is kept for a backward
+            steps[1] = -steps[0]
+        return int(np.cumsum(steps.T.ravel()).max(initial=0))
 
     def __len__(self) -> int:
         return int(self.columns.shape[1])
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return list(_actions(self.columns[:, index]))
-        return next(_actions(self.columns[:, [index]]))
+            return list(map(self._row, *self.columns[:, index].tolist()))
+        return self._row(*self.columns[:, index].tolist())
 
-    def __iter__(self) -> Iterator[Action]:
-        return _actions(self.columns)
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._row, *self.columns.tolist())
+
+
+class RankSchedule(Rows[Action]):
+    """The actions of one rank."""
+
+    def _row(self, *numbers: int) -> Action:
+        return Action(_KINDS[numbers[0]], *numbers[1:])
 
     def __str__(self) -> str:
         return " ".join(map(str, self))
-
-
-def _actions(columns: Columns) -> Iterator[Action]:
-    for kind, stage, microbatch, pair_stage, pair_microbatch in zip(*columns.tolist(), strict=True):
-        yield Action(_KINDS[kind], stage, microbatch, pair_stage, pair_microbatch)
 
 
 class Schedule:
@@ -221,17 +235,6 @@ class Schedule:
                 row[start] = action
             rows.append(row)
         return rows
-
-    def chunk_order(self, rank: int) -> list[int]:
-        """The order list that ``torch.cuda.make_graphed_callables`` takes: +(chunk+1) a forward, -(chunk+1) a backward.
-
-        A chunk is the position of a stage among those of the rank; W is not listed.
-        """
-        chunk = {stage: number + 1 for number, stage in enumerate(self.placement.stages_of(rank))}
-        signs = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}
-        return [
-            signs[part.kind] * chunk[part.stage] for action in self[rank] for part in action.parts if part.kind in signs
-        ]
 
     def to_csv(self, path: str | Path | None = None, *, aligned: bool = False) -> str:
         """Write one row per rank, in the format of ``torch.distributed.pipelining``.

@@ -344,55 +344,36 @@ class Messages:
     @classmethod
     def of(cls, program: Program) -> Messages:
         """Match them: a channel is a FIFO, so its n-th SEND is what its n-th POST_RECV receives."""
-        send = _OpRows.of(program, Op.SEND).by_channel()
-        post = _OpRows.of(program, Op.POST_RECV).by_channel()
+        send, post, wait, send_wait = (
+            _rows_of(program, op) for op in (Op.SEND, Op.POST_RECV, Op.WAIT_RECV, Op.WAIT_SEND)
+        )
+        # a channel's instructions of one op are all on one rank
+        send, post = (rows[:, np.argsort(rows[4], kind="stable")] for rows in (send, post))
         return cls(
-            channel=send.channel,
-            source=send.rank,
-            destination=post.rank,
-            send=send.position,
-            post=post.position,
-            wait=post.positions_in(_OpRows.of(program, Op.WAIT_RECV)),
-            send_wait=send.positions_in(_OpRows.of(program, Op.WAIT_SEND)),
+            channel=send[4],
+            source=send[0],
+            destination=post[0],
+            send=send[1],
+            post=post[1],
+            wait=_positions_in(wait, post),
+            send_wait=_positions_in(send_wait, send),
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _OpRows:
-    """All instructions of one op."""
+def _rows_of(program: Program, op: Op) -> Ints:
+    """Rank, position, stage, microbatch and channel of all instructions of one op."""
+    parts = [np.zeros((5, 0), dtype=np.int64)]
+    for rank, columns in enumerate(program.columns):
+        rows = np.flatnonzero(columns[0] == op)
+        parts.append(np.stack([np.full(len(rows), rank), rows, *columns[[1, 2, 5]][:, rows]]))
+    return np.concatenate(parts, axis=1)
 
-    rank: Ints
-    position: Ints
-    channel: Ints
-    stage: Ints
-    microbatch: Ints
 
-    @classmethod
-    def of(cls, program: Program, op: Op) -> _OpRows:
-        parts = [np.zeros((5, 0), dtype=np.int64)]
-        for rank, columns in enumerate(program.columns):
-            rows = np.flatnonzero(columns[0] == op)
-            parts.append(
-                np.stack([np.full(len(rows), rank), rows, columns[5, rows], columns[1, rows], columns[2, rows]])
-            )
-        return cls(*np.concatenate(parts, axis=1))
-
-    def by_channel(self) -> _OpRows:
-        """In the order of each channel; a channel's instructions of one op are all on one rank."""
-        order = np.argsort(self.channel, kind="stable")
-        return _OpRows(
-            self.rank[order], self.position[order], self.channel[order], self.stage[order], self.microbatch[order]
-        )
-
-    def positions_in(self, other: _OpRows) -> Ints:
-        """Where ``other`` names the same channel, stage and microbatch, for each row here."""
-        mine, theirs = self._order(), other._order()
-        found = np.empty(len(mine), dtype=np.int64)
-        found[mine] = other.position[theirs]
-        return found
-
-    def _order(self) -> npt.NDArray[np.intp]:
-        return np.lexsort((self.stage, self.microbatch, self.channel))
+def _positions_in(rows: Ints, wanted: Ints) -> Ints:
+    """Where ``rows`` name the same channel, stage and microbatch, for each that is wanted."""
+    found = np.empty(wanted.shape[1], dtype=np.int64)
+    found[np.lexsort(wanted[2:])] = rows[1, np.lexsort(rows[2:])]
+    return found
 
 
 class _Walk:

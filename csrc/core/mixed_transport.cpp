@@ -27,21 +27,106 @@ namespace {
 class MixedTransport final : public Transport {
  public:
   MixedTransport(const SharedMemoryChannels& near, const Connect& far, const RankProgram& program,
-                 double timeout_seconds);
+                 double timeout_seconds)
+      : near_(near, program, timeout_seconds),
+        far_(far(program, timeout_seconds)),
+        receives_(program.num_slots()),
+        sends_(program.num_sends()) {
+    for (std::size_t channel = 0; channel < program.channels().size(); ++channel) {
+      is_near_.push_back(near.carries(channel));
+    }
+  }
 
-  void begin_step(std::int64_t signature, bool announce) override;
-  void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override;
-  bool wait_receive(std::int32_t slot) override;
-  void post_send(const Transfer& transfer, std::int32_t send, const Payload& from) override;
-  void post_stand_in(const Transfer& transfer, std::int32_t send) override;
-  double wait_send(std::int32_t send) override;
-  void end_step(bool complete) override;
+  void begin_step(std::int64_t signature, bool announce) override {
+    near_.begin_step(signature, announce);
+    far_->begin_step(signature, announce);
+  }
+
+  void post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) override {
+    if (receives_[slot] == &near_) near_.report_held_cell(slot);
+    receives_[slot] = &side_of(transfer.channel);
+    receives_[slot]->post_receive(transfer, slot, into);
+  }
+
+  bool wait_receive(std::int32_t slot) override {
+    if (receives_[slot] == &near_) return near_.wait_receive(slot);
+    bool arrived = false;
+    block([&] { arrived = far_->wait_receive(slot); });
+    return arrived;
+  }
+
+  void post_send(const Transfer& transfer, std::int32_t send, const Payload& from) override {
+    sends_[send] = &side_of(transfer.channel);
+    sends_[send]->post_send(transfer, send, from);
+  }
+
+  void post_stand_in(const Transfer& transfer, std::int32_t send) override {
+    sends_[send] = &side_of(transfer.channel);
+    sends_[send]->post_stand_in(transfer, send);
+  }
+
+  double wait_send(std::int32_t send) override {
+    if (sends_[send] == &near_) return near_.wait_send(send);
+    double completed = 0;
+    block([&] { completed = far_->wait_send(send); });
+    return completed;
+  }
+
+  void end_step(bool complete) override {
+    std::exception_ptr error;
+    for (Transport* side : {static_cast<Transport*>(&near_), far_.get()}) {
+      try {
+        side->end_step(complete);
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    if (error) std::rethrow_exception(error);
+  }
 
  private:
-  Transport& side_of(std::int32_t channel);
+  Transport& side_of(std::int32_t channel) {
+    if (is_near_[channel]) return near_;
+    return *far_;
+  }
+
   // Blocks in `far`, which waits for a far message, and serves shared memory meanwhile.
-  void block(FunctionRef<void()> far);
-  void block_beside(FunctionRef<void()> far);
+  void block(FunctionRef<void()> far) {
+    near_.report_held_cells();
+    if (near_.advance()) return far();
+    block_beside(far);
+  }
+
+  void block_beside(FunctionRef<void()> far) {
+    if (!helper_) helper_ = std::make_unique<Helper>();
+    std::atomic<bool> over{false};
+    const auto end = [&] {
+      over.store(true);
+      near_.wake_own_rank();
+    };
+    const auto job = [&] {
+      try {
+        far();
+      } catch (...) {
+        end();
+        throw;
+      }
+      end();
+    };
+    helper_->start(job);
+    std::exception_ptr error;
+    for (bool served = false; !served;) {
+      try {
+        near_.serve(over);
+        served = true;
+      } catch (...) {
+        error = std::current_exception();  // of one message; the others still want to be copied
+      }
+    }
+    const std::exception_ptr far_error = helper_->finish();
+    if (far_error) std::rethrow_exception(far_error);
+    if (error) std::rethrow_exception(error);
+  }
 
   std::vector<bool> is_near_;  // by channel
   SharedMemoryTransport near_;
@@ -50,106 +135,6 @@ class MixedTransport final : public Transport {
   std::vector<Transport*> sends_;
   std::unique_ptr<Helper> helper_;  // made when it is needed
 };
-
-MixedTransport::MixedTransport(const SharedMemoryChannels& near, const Connect& far, const RankProgram& program,
-                               double timeout_seconds)
-    : near_(near, program, timeout_seconds),
-      far_(far(program, timeout_seconds)),
-      receives_(program.num_slots()),
-      sends_(program.num_sends()) {
-  for (std::size_t channel = 0; channel < program.channels().size(); ++channel) {
-    is_near_.push_back(near.carries(channel));
-  }
-}
-
-Transport& MixedTransport::side_of(std::int32_t channel) {
-  if (is_near_[channel]) return near_;
-  return *far_;
-}
-
-void MixedTransport::begin_step(std::int64_t signature, bool announce) {
-  near_.begin_step(signature, announce);
-  far_->begin_step(signature, announce);
-}
-
-void MixedTransport::post_receive(const Transfer& transfer, std::int32_t slot, Payload& into) {
-  if (receives_[slot] == &near_) near_.report_held_cell(slot);
-  receives_[slot] = &side_of(transfer.channel);
-  receives_[slot]->post_receive(transfer, slot, into);
-}
-
-bool MixedTransport::wait_receive(std::int32_t slot) {
-  if (receives_[slot] == &near_) return near_.wait_receive(slot);
-  bool arrived = false;
-  block([&] { arrived = far_->wait_receive(slot); });
-  return arrived;
-}
-
-void MixedTransport::post_send(const Transfer& transfer, std::int32_t send, const Payload& from) {
-  sends_[send] = &side_of(transfer.channel);
-  sends_[send]->post_send(transfer, send, from);
-}
-
-void MixedTransport::post_stand_in(const Transfer& transfer, std::int32_t send) {
-  sends_[send] = &side_of(transfer.channel);
-  sends_[send]->post_stand_in(transfer, send);
-}
-
-double MixedTransport::wait_send(std::int32_t send) {
-  if (sends_[send] == &near_) return near_.wait_send(send);
-  double completed = 0;
-  block([&] { completed = far_->wait_send(send); });
-  return completed;
-}
-
-void MixedTransport::block(FunctionRef<void()> far) {
-  near_.report_held_cells();
-  if (near_.advance()) return far();
-  block_beside(far);
-}
-
-void MixedTransport::block_beside(FunctionRef<void()> far) {
-  if (!helper_) helper_ = std::make_unique<Helper>();
-  std::atomic<bool> over{false};
-  const auto end = [&] {
-    over.store(true);
-    near_.wake_own_rank();
-  };
-  const auto job = [&] {
-    try {
-      far();
-    } catch (...) {
-      end();
-      throw;
-    }
-    end();
-  };
-  helper_->start(job);
-  std::exception_ptr error;
-  for (bool served = false; !served;) {
-    try {
-      near_.serve(over);
-      served = true;
-    } catch (...) {
-      error = std::current_exception();  // of one message; the others still want to be copied
-    }
-  }
-  const std::exception_ptr far_error = helper_->finish();
-  if (far_error) std::rethrow_exception(far_error);
-  if (error) std::rethrow_exception(error);
-}
-
-void MixedTransport::end_step(bool complete) {
-  std::exception_ptr error;
-  for (Transport* side : {static_cast<Transport*>(&near_), far_.get()}) {
-    try {
-      side->end_step(complete);
-    } catch (...) {
-      error = std::current_exception();
-    }
-  }
-  if (error) std::rethrow_exception(error);
-}
 
 }  // namespace
 

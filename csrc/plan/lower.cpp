@@ -32,9 +32,37 @@ class Flow {
   explicit Flow(const Orders& orders) : orders_(orders) {}
 
   // False where the schedule is not a valid one.
-  bool build();
+  bool build() {
+    const int64_t pairs = orders_.num_pairs();
+    if (pairs > orders_.num_entries() * 2 || pairs > std::numeric_limits<int32_t>::max() / 2) return false;
+    made_as_.assign(2 * pairs, kNone);
+    last_use_.assign(pairs, kNone);
+    std::vector<int32_t> channel_to(size_t{2} * orders_.num_ranks(), kNone);
+    for (int32_t rank = 0; rank < orders_.num_ranks(); ++rank) {
+      if (!check(rank) || !make(rank, channel_to)) return false;
+    }
+    first_made_.push_back(static_cast<int64_t>(messages_.size()));
+    for (int32_t rank = 0; rank < orders_.num_ranks(); ++rank) {
+      if (!take(rank)) return false;
+    }
+    sort_by_channel();
+    return std::all_of(messages_.begin(), messages_.end(), [this](const Message& m) {
+      return m.consumer != kNone && (!channels_[m.channel].stays() || m.producer < m.consumer);
+    });
+  }
+
   // Where each receive is posted: `ahead` actions before its consumer, never out of the sender's order.
-  void place_receives(int32_t ahead);
+  void place_receives(int32_t ahead) {
+    for (size_t c = 0; c < channels_.size(); ++c) {
+      if (channels_[c].stays()) continue;
+      int32_t position = std::numeric_limits<int32_t>::max();
+      for (int64_t k = first_of_[c + 1] - 1; k >= first_of_[c]; --k) {
+        Message& message = messages_[by_channel_[k]];
+        position = std::min(position, std::max(0, message.consumer - ahead));
+        message.posted = position;
+      }
+    }
+  }
 
   const Orders& orders() const { return orders_; }
   const std::vector<Channel>& channels() const { return channels_; }
@@ -47,17 +75,91 @@ class Flow {
   Message& message_of(int32_t channel, int64_t index) { return messages_[number_of(channel, index)]; }
 
   // The message that a forward or backward takes, or kNone.
-  int32_t taken_by(const Part& part) const;
+  int32_t taken_by(const Part& part) const {
+    if (part.kind == kW) return kNone;
+    return made_as_[key(part.kind == kF ? kActivation : kGradient, part.stage, part.microbatch)];
+  }
+
   // The last action of a rank that may read the pair's input or gradient.
   int32_t last_use(const Message& message) const { return last_use_[orders_.pair(message.stage, message.microbatch)]; }
+
   // Instructions of every rank.
-  std::vector<int64_t> counts() const;
+  std::vector<int64_t> counts() const {
+    std::vector<int64_t> counts(orders_.num_ranks());
+    for (int32_t rank = 0; rank < orders_.num_ranks(); ++rank) counts[rank] = orders_.rows(rank).size();
+    for (size_t c = 0; c < channels_.size(); ++c) {
+      const int64_t size = first_of_[c + 1] - first_of_[c];
+      counts[channels_[c].source] += 2 * size;                                  // SEND, WAIT_SEND; or HAND_OVER, FREE
+      if (!channels_[c].stays()) counts[channels_[c].destination] += 3 * size;  // POST_RECV, WAIT_RECV, FREE
+    }
+    return counts;
+  }
 
  private:
-  bool check(int32_t rank) const;
-  bool make(int32_t rank, std::vector<int32_t>& channel_to);
-  bool take(int32_t rank);
-  void sort_by_channel();
+  bool check(int32_t rank) const {
+    const Rows rows = orders_.rows(rank);
+    if (rows.size() > std::numeric_limits<int32_t>::max() / 8) return false;
+    for (int64_t i = 0; i < rows.size(); ++i) {
+      if (rows.op(i) < kF || rows.op(i) > kReduceGrad) return false;
+      for (const Part& part : rows.parts(i)) {
+        if (!orders_.in_range(part.stage, part.microbatch)) return false;
+        if (orders_.owner(part.stage, part.microbatch) != rank) return false;
+      }
+    }
+    return true;
+  }
+
+  // `channel_to`: by destination and kind, the rank's channel; left as it was found.
+  bool make(int32_t rank, std::vector<int32_t>& channel_to) {
+    const Rows rows = orders_.rows(rank);
+    const size_t first_channel = channels_.size();
+    first_made_.push_back(static_cast<int64_t>(messages_.size()));
+    for (int64_t i = 0; i < rows.size(); ++i) {
+      for (const Part& part : rows.parts(i)) {
+        const int32_t target = orders_.target(part);
+        if (target == kNone) continue;
+        const int32_t kind = part.kind == kF ? kActivation : kGradient;
+        const int32_t destination = orders_.owner(target, part.microbatch);
+        int32_t& channel = channel_to[2 * destination + kind];
+        if (channel == kNone) {
+          channel = static_cast<int32_t>(channels_.size());
+          channels_.push_back({rank, destination, kind});
+        }
+        int32_t& made = made_as_[key(kind, target, part.microbatch)];
+        if (made != kNone) return false;
+        made = static_cast<int32_t>(messages_.size());
+        messages_.push_back({channel, target, part.microbatch, static_cast<int32_t>(i), kNone, kNone, kNone});
+      }
+    }
+    for (size_t c = first_channel; c < channels_.size(); ++c) {
+      channel_to[2 * channels_[c].destination + channels_[c].kind] = kNone;
+    }
+    return true;
+  }
+
+  bool take(int32_t rank) {
+    const Rows rows = orders_.rows(rank);
+    for (int64_t i = 0; i < rows.size(); ++i) {
+      for (const Part& part : rows.parts(i)) {
+        last_use_[orders_.pair(part.stage, part.microbatch)] = static_cast<int32_t>(i);
+        const int32_t number = taken_by(part);
+        if (number == kNone) continue;
+        if (messages_[number].consumer != kNone) return false;
+        messages_[number].consumer = static_cast<int32_t>(i);
+      }
+    }
+    return true;
+  }
+
+  void sort_by_channel() {
+    first_of_.assign(channels_.size() + 1, 0);
+    for (const Message& message : messages_) ++first_of_[message.channel + 1];
+    for (size_t c = 0; c < channels_.size(); ++c) first_of_[c + 1] += first_of_[c];
+    by_channel_.resize(messages_.size());
+    std::vector<int64_t> next(first_of_.begin(), first_of_.end() - 1);
+    for (size_t m = 0; m < messages_.size(); ++m) by_channel_[next[messages_[m].channel]++] = static_cast<int32_t>(m);
+  }
+
   int64_t key(int32_t kind, int32_t stage, int32_t microbatch) const {
     return kind * orders_.num_pairs() + orders_.pair(stage, microbatch);
   }
@@ -85,6 +187,7 @@ class Numbers {
     free.pop();
     return number;
   }
+
   void give(int32_t pool, int32_t number) { free_[pool].push(number); }
 
  private:
@@ -103,9 +206,32 @@ struct Outgoing {
 class Emitter {
  public:
   // `out` holds seven rows of `count` entries. `bounded`: see fastpipe_plan_lower.
-  Emitter(Flow& flow, int32_t rank, int32_t bounded, int32_t* out, int64_t count);
+  Emitter(Flow& flow, int32_t rank, int32_t bounded, int32_t* out, int64_t count)
+      : flow_(flow), rank_(rank), bounded_(bounded), out_(out), count_(count) {
+    send_of_.assign(flow.first_made(rank + 1) - flow.first_made(rank), kNone);
+    const auto positions = static_cast<size_t>(flow.orders().rows(rank).size());
+    first_free_.assign(positions, kNone);
+    last_free_.assign(positions, kNone);
+    find_channels();
+  }
+
   // False if `count` was not the number of instructions.
-  bool run();
+  bool run() {
+    const Rows rows = flow_.orders().rows(rank_);
+    for (int64_t i = 0; i < rows.size(); ++i) {
+      const Parts parts = rows.parts(i);
+      post_receives(i);
+      take_messages(parts);
+      wait_for_sends(i, parts);
+      compute(rows, i);
+      hand_on(parts);
+      free_slots(i);
+    }
+    for (int64_t m = 0; m < static_cast<int64_t>(send_of_.size()); ++m) {
+      if (send_of_[m] != kNone) wait_send(static_cast<int32_t>(flow_.first_made(rank_) + m));
+    }
+    return written_ == count_;
+  }
 
  private:
   struct Incoming {
@@ -117,21 +243,140 @@ class Emitter {
     int32_t next;
   };
 
-  void find_channels();
-  void post_receives(int64_t position);
-  void take_messages(const Parts& parts);
-  void wait_for_sends(int64_t position, const Parts& parts);
-  void wait_for_proven(int64_t position, Outgoing& outgoing, const Parts& parts);
-  void wait_for_bounded(int64_t position, Outgoing& outgoing);
-  void compute(const Rows& rows, int64_t i);
-  void hand_on(const Parts& parts);
-  void free_slots(int64_t position);
-  void wait_send(int32_t number);
+  void find_channels() {
+    for (int32_t c = 0; c < static_cast<int32_t>(flow_.channels().size()); ++c) {
+      const Channel& channel = flow_.channels()[c];
+      if (channel.stays()) continue;
+      if (channel.source == rank_) outgoing_.push_back({c});
+      if (channel.destination == rank_) incoming_.push_back({c});
+    }
+  }
+
+  void post_receives(int64_t position) {
+    for (Incoming& incoming : incoming_) {
+      while (incoming.posted < flow_.size_of(incoming.channel)) {
+        Message& message = flow_.message_of(incoming.channel, incoming.posted);
+        if (message.posted != position) break;
+        message.slot = slots_.take(message.channel);
+        move(kPostRecv, message, message.stage, message.slot);
+        ++incoming.posted;
+      }
+    }
+  }
+
+  void take_messages(const Parts& parts) {
+    for (const Part& part : parts) {
+      const int32_t number = flow_.taken_by(part);
+      if (number == kNone) continue;
+      const Message& message = flow_.message(number);
+      if (!stays(message)) move(kWaitRecv, message, message.stage, message.slot);
+      const int32_t at = flow_.last_use(message);
+      const auto link = static_cast<int32_t>(links_.size());
+      links_.push_back({number, kNone});
+      (first_free_[at] == kNone ? first_free_[at] : links_[last_free_[at]].next) = link;
+      last_free_[at] = link;
+    }
+  }
+
+  void wait_for_sends(int64_t position, const Parts& parts) {
+    for (Outgoing& outgoing : outgoing_) {
+      if (bounded_ > 0) {
+        wait_for_bounded(position, outgoing);
+      } else {
+        wait_for_proven(position, outgoing, parts);
+      }
+    }
+  }
+
+  // What the receiver made, at or after the action that took a message, and what has arrived here, proves that it took
+  // it.
+  void wait_for_proven(int64_t position, Outgoing& outgoing, const Parts& parts) {
+    const int32_t receiver = flow_.channels()[outgoing.channel].destination;
+    std::array<int32_t, 2> news{};
+    int count = 0;
+    for (const Part& part : parts) {
+      const int32_t number = flow_.taken_by(part);
+      if (number == kNone) continue;
+      const Message& message = flow_.message(number);
+      if (flow_.channels()[message.channel].source == receiver) news[count++] = message.producer;
+    }
+    if (count == 2 && news[1] < news[0]) std::swap(news[0], news[1]);
+    for (int n = 0; n < count; ++n) {
+      for (; outgoing.sent < flow_.size_of(outgoing.channel); ++outgoing.sent) {
+        const Message& message = flow_.message_of(outgoing.channel, outgoing.sent);
+        if (message.producer >= position) break;
+        outgoing.outstanding.emplace(message.consumer, outgoing.sent);
+      }
+      while (!outgoing.outstanding.empty() && outgoing.outstanding.top().first <= news[n]) {
+        wait_send(flow_.number_of(outgoing.channel, outgoing.outstanding.top().second));
+        outgoing.outstanding.pop();
+      }
+    }
+  }
+
+  void wait_for_bounded(int64_t position, Outgoing& outgoing) {
+    while (outgoing.sent + bounded_ < flow_.size_of(outgoing.channel)) {
+      if (flow_.message_of(outgoing.channel, outgoing.sent + bounded_).producer != position) break;
+      wait_send(flow_.number_of(outgoing.channel, outgoing.sent));
+      ++outgoing.sent;
+    }
+  }
+
+  void compute(const Rows& rows, int64_t i) {
+    const bool stage_only = rows.op(i) >= kUnshard;
+    put(rows.op(i), rows.stage(i), stage_only ? kNone : rows.microbatch(i), rows.pair_stage(i), rows.pair_microbatch(i),
+        kNone, kNone);
+  }
+
+  void hand_on(const Parts& parts) {
+    for (const Part& part : parts) {
+      if (flow_.orders().target(part) == kNone) continue;
+      Message& message = flow_.message(flow_.first_made(rank_) + made_);
+      if (stays(message)) {
+        message.slot = slots_.take(message.channel);
+        move(kHandOver, message, message.stage, message.slot);
+      } else {
+        send_of_[made_] = sends_.take(0);
+        move(kSend, message, producer_stage(message), send_of_[made_]);
+      }
+      ++made_;
+    }
+  }
+
+  void free_slots(int64_t position) {
+    for (int32_t link = first_free_[position]; link != kNone; link = links_[link].next) {
+      const Message& message = flow_.message(links_[link].message);
+      slots_.give(message.channel, message.slot);
+      move(kFree, message, message.stage, message.slot);
+    }
+  }
+
+  void wait_send(int32_t number) {
+    const Message& message = flow_.message(number);
+    int32_t& send = send_of_[number - flow_.first_made(rank_)];
+    sends_.give(0, send);
+    move(kWaitSend, message, producer_stage(message), send);
+    send = kNone;
+  }
+
   void put(int32_t op, int32_t stage, int32_t microbatch, int32_t pair_stage, int32_t pair_microbatch, int32_t channel,
-           int32_t slot);
-  void move(int32_t op, const Message& message, int32_t stage, int32_t number);
+           int32_t slot) {
+    if (written_ < count_) {
+      const std::array<int32_t, 7> row{op, stage, microbatch, pair_stage, pair_microbatch, channel, slot};
+      for (size_t field = 0; field < row.size(); ++field) out_[field * count_ + written_] = row[field];
+    }
+    ++written_;
+  }
+
+  void move(int32_t op, const Message& message, int32_t stage, int32_t number) {
+    put(op, stage, message.microbatch, kNone, kNone, message.channel, number);
+  }
+
   bool stays(const Message& message) const { return flow_.channels()[message.channel].stays(); }
-  int32_t producer_stage(const Message& message) const;
+
+  int32_t producer_stage(const Message& message) const {
+    return message.stage + (flow_.channels()[message.channel].kind == kActivation ? -1 : 1);
+  }
 
   Flow& flow_;
   const int32_t rank_;
@@ -149,276 +394,6 @@ class Emitter {
   std::vector<int32_t> last_free_;
   std::vector<Link> links_;
 };
-
-bool Flow::build() {
-  const int64_t pairs = orders_.num_pairs();
-  if (pairs > orders_.num_entries() * 2 || pairs > std::numeric_limits<int32_t>::max() / 2) return false;
-  made_as_.assign(2 * pairs, kNone);
-  last_use_.assign(pairs, kNone);
-  std::vector<int32_t> channel_to(size_t{2} * orders_.num_ranks(), kNone);
-  for (int32_t rank = 0; rank < orders_.num_ranks(); ++rank) {
-    if (!check(rank) || !make(rank, channel_to)) return false;
-  }
-  first_made_.push_back(static_cast<int64_t>(messages_.size()));
-  for (int32_t rank = 0; rank < orders_.num_ranks(); ++rank) {
-    if (!take(rank)) return false;
-  }
-  sort_by_channel();
-  return std::all_of(messages_.begin(), messages_.end(), [this](const Message& m) {
-    return m.consumer != kNone && (!channels_[m.channel].stays() || m.producer < m.consumer);
-  });
-}
-
-bool Flow::check(int32_t rank) const {
-  const Rows rows = orders_.rows(rank);
-  if (rows.size() > std::numeric_limits<int32_t>::max() / 8) return false;
-  for (int64_t i = 0; i < rows.size(); ++i) {
-    if (rows.op(i) < kF || rows.op(i) > kReduceGrad) return false;
-    for (const Part& part : rows.parts(i)) {
-      if (!orders_.in_range(part.stage, part.microbatch)) return false;
-      if (orders_.owner(part.stage, part.microbatch) != rank) return false;
-    }
-  }
-  return true;
-}
-
-// `channel_to`: by destination and kind, the rank's channel; left as it was found.
-bool Flow::make(int32_t rank, std::vector<int32_t>& channel_to) {
-  const Rows rows = orders_.rows(rank);
-  const size_t first_channel = channels_.size();
-  first_made_.push_back(static_cast<int64_t>(messages_.size()));
-  for (int64_t i = 0; i < rows.size(); ++i) {
-    for (const Part& part : rows.parts(i)) {
-      const int32_t target = orders_.target(part);
-      if (target == kNone) continue;
-      const int32_t kind = part.kind == kF ? kActivation : kGradient;
-      const int32_t destination = orders_.owner(target, part.microbatch);
-      int32_t& channel = channel_to[2 * destination + kind];
-      if (channel == kNone) {
-        channel = static_cast<int32_t>(channels_.size());
-        channels_.push_back({rank, destination, kind});
-      }
-      int32_t& made = made_as_[key(kind, target, part.microbatch)];
-      if (made != kNone) return false;
-      made = static_cast<int32_t>(messages_.size());
-      messages_.push_back({channel, target, part.microbatch, static_cast<int32_t>(i), kNone, kNone, kNone});
-    }
-  }
-  for (size_t c = first_channel; c < channels_.size(); ++c) {
-    channel_to[2 * channels_[c].destination + channels_[c].kind] = kNone;
-  }
-  return true;
-}
-
-int32_t Flow::taken_by(const Part& part) const {
-  if (part.kind == kW) return kNone;
-  return made_as_[key(part.kind == kF ? kActivation : kGradient, part.stage, part.microbatch)];
-}
-
-bool Flow::take(int32_t rank) {
-  const Rows rows = orders_.rows(rank);
-  for (int64_t i = 0; i < rows.size(); ++i) {
-    for (const Part& part : rows.parts(i)) {
-      last_use_[orders_.pair(part.stage, part.microbatch)] = static_cast<int32_t>(i);
-      const int32_t number = taken_by(part);
-      if (number == kNone) continue;
-      if (messages_[number].consumer != kNone) return false;
-      messages_[number].consumer = static_cast<int32_t>(i);
-    }
-  }
-  return true;
-}
-
-void Flow::sort_by_channel() {
-  first_of_.assign(channels_.size() + 1, 0);
-  for (const Message& message : messages_) ++first_of_[message.channel + 1];
-  for (size_t c = 0; c < channels_.size(); ++c) first_of_[c + 1] += first_of_[c];
-  by_channel_.resize(messages_.size());
-  std::vector<int64_t> next(first_of_.begin(), first_of_.end() - 1);
-  for (size_t m = 0; m < messages_.size(); ++m) by_channel_[next[messages_[m].channel]++] = static_cast<int32_t>(m);
-}
-
-void Flow::place_receives(int32_t ahead) {
-  for (size_t c = 0; c < channels_.size(); ++c) {
-    if (channels_[c].stays()) continue;
-    int32_t position = std::numeric_limits<int32_t>::max();
-    for (int64_t k = first_of_[c + 1] - 1; k >= first_of_[c]; --k) {
-      Message& message = messages_[by_channel_[k]];
-      position = std::min(position, std::max(0, message.consumer - ahead));
-      message.posted = position;
-    }
-  }
-}
-
-std::vector<int64_t> Flow::counts() const {
-  std::vector<int64_t> counts(orders_.num_ranks());
-  for (int32_t rank = 0; rank < orders_.num_ranks(); ++rank) counts[rank] = orders_.rows(rank).size();
-  for (size_t c = 0; c < channels_.size(); ++c) {
-    const int64_t size = first_of_[c + 1] - first_of_[c];
-    counts[channels_[c].source] += 2 * size;                                  // SEND, WAIT_SEND; or HAND_OVER, FREE
-    if (!channels_[c].stays()) counts[channels_[c].destination] += 3 * size;  // POST_RECV, WAIT_RECV, FREE
-  }
-  return counts;
-}
-
-Emitter::Emitter(Flow& flow, int32_t rank, int32_t bounded, int32_t* out, int64_t count)
-    : flow_(flow), rank_(rank), bounded_(bounded), out_(out), count_(count) {
-  send_of_.assign(flow.first_made(rank + 1) - flow.first_made(rank), kNone);
-  const auto positions = static_cast<size_t>(flow.orders().rows(rank).size());
-  first_free_.assign(positions, kNone);
-  last_free_.assign(positions, kNone);
-  find_channels();
-}
-
-void Emitter::find_channels() {
-  for (int32_t c = 0; c < static_cast<int32_t>(flow_.channels().size()); ++c) {
-    const Channel& channel = flow_.channels()[c];
-    if (channel.stays()) continue;
-    if (channel.source == rank_) outgoing_.push_back({c});
-    if (channel.destination == rank_) incoming_.push_back({c});
-  }
-}
-
-bool Emitter::run() {
-  const Rows rows = flow_.orders().rows(rank_);
-  for (int64_t i = 0; i < rows.size(); ++i) {
-    const Parts parts = rows.parts(i);
-    post_receives(i);
-    take_messages(parts);
-    wait_for_sends(i, parts);
-    compute(rows, i);
-    hand_on(parts);
-    free_slots(i);
-  }
-  for (int64_t m = 0; m < static_cast<int64_t>(send_of_.size()); ++m) {
-    if (send_of_[m] != kNone) wait_send(static_cast<int32_t>(flow_.first_made(rank_) + m));
-  }
-  return written_ == count_;
-}
-
-void Emitter::post_receives(int64_t position) {
-  for (Incoming& incoming : incoming_) {
-    while (incoming.posted < flow_.size_of(incoming.channel)) {
-      Message& message = flow_.message_of(incoming.channel, incoming.posted);
-      if (message.posted != position) break;
-      message.slot = slots_.take(message.channel);
-      move(kPostRecv, message, message.stage, message.slot);
-      ++incoming.posted;
-    }
-  }
-}
-
-void Emitter::take_messages(const Parts& parts) {
-  for (const Part& part : parts) {
-    const int32_t number = flow_.taken_by(part);
-    if (number == kNone) continue;
-    const Message& message = flow_.message(number);
-    if (!stays(message)) move(kWaitRecv, message, message.stage, message.slot);
-    const int32_t at = flow_.last_use(message);
-    const auto link = static_cast<int32_t>(links_.size());
-    links_.push_back({number, kNone});
-    (first_free_[at] == kNone ? first_free_[at] : links_[last_free_[at]].next) = link;
-    last_free_[at] = link;
-  }
-}
-
-void Emitter::wait_for_sends(int64_t position, const Parts& parts) {
-  for (Outgoing& outgoing : outgoing_) {
-    if (bounded_ > 0) {
-      wait_for_bounded(position, outgoing);
-    } else {
-      wait_for_proven(position, outgoing, parts);
-    }
-  }
-}
-
-// What the receiver made, at or after the action that took a message, and what has arrived here, proves that it took
-// it.
-void Emitter::wait_for_proven(int64_t position, Outgoing& outgoing, const Parts& parts) {
-  const int32_t receiver = flow_.channels()[outgoing.channel].destination;
-  std::array<int32_t, 2> news{};
-  int count = 0;
-  for (const Part& part : parts) {
-    const int32_t number = flow_.taken_by(part);
-    if (number == kNone) continue;
-    const Message& message = flow_.message(number);
-    if (flow_.channels()[message.channel].source == receiver) news[count++] = message.producer;
-  }
-  if (count == 2 && news[1] < news[0]) std::swap(news[0], news[1]);
-  for (int n = 0; n < count; ++n) {
-    for (; outgoing.sent < flow_.size_of(outgoing.channel); ++outgoing.sent) {
-      const Message& message = flow_.message_of(outgoing.channel, outgoing.sent);
-      if (message.producer >= position) break;
-      outgoing.outstanding.emplace(message.consumer, outgoing.sent);
-    }
-    while (!outgoing.outstanding.empty() && outgoing.outstanding.top().first <= news[n]) {
-      wait_send(flow_.number_of(outgoing.channel, outgoing.outstanding.top().second));
-      outgoing.outstanding.pop();
-    }
-  }
-}
-
-void Emitter::wait_for_bounded(int64_t position, Outgoing& outgoing) {
-  while (outgoing.sent + bounded_ < flow_.size_of(outgoing.channel)) {
-    if (flow_.message_of(outgoing.channel, outgoing.sent + bounded_).producer != position) break;
-    wait_send(flow_.number_of(outgoing.channel, outgoing.sent));
-    ++outgoing.sent;
-  }
-}
-
-void Emitter::compute(const Rows& rows, int64_t i) {
-  const bool stage_only = rows.op(i) >= kUnshard;
-  put(rows.op(i), rows.stage(i), stage_only ? kNone : rows.microbatch(i), rows.pair_stage(i), rows.pair_microbatch(i),
-      kNone, kNone);
-}
-
-void Emitter::hand_on(const Parts& parts) {
-  for (const Part& part : parts) {
-    if (flow_.orders().target(part) == kNone) continue;
-    Message& message = flow_.message(flow_.first_made(rank_) + made_);
-    if (stays(message)) {
-      message.slot = slots_.take(message.channel);
-      move(kHandOver, message, message.stage, message.slot);
-    } else {
-      send_of_[made_] = sends_.take(0);
-      move(kSend, message, producer_stage(message), send_of_[made_]);
-    }
-    ++made_;
-  }
-}
-
-void Emitter::free_slots(int64_t position) {
-  for (int32_t link = first_free_[position]; link != kNone; link = links_[link].next) {
-    const Message& message = flow_.message(links_[link].message);
-    slots_.give(message.channel, message.slot);
-    move(kFree, message, message.stage, message.slot);
-  }
-}
-
-void Emitter::wait_send(int32_t number) {
-  const Message& message = flow_.message(number);
-  int32_t& send = send_of_[number - flow_.first_made(rank_)];
-  sends_.give(0, send);
-  move(kWaitSend, message, producer_stage(message), send);
-  send = kNone;
-}
-
-int32_t Emitter::producer_stage(const Message& message) const {
-  return message.stage + (flow_.channels()[message.channel].kind == kActivation ? -1 : 1);
-}
-
-void Emitter::move(int32_t op, const Message& message, int32_t stage, int32_t number) {
-  put(op, stage, message.microbatch, kNone, kNone, message.channel, number);
-}
-
-void Emitter::put(int32_t op, int32_t stage, int32_t microbatch, int32_t pair_stage, int32_t pair_microbatch,
-                  int32_t channel, int32_t slot) {
-  if (written_ < count_) {
-    const std::array<int32_t, 7> row{op, stage, microbatch, pair_stage, pair_microbatch, channel, slot};
-    for (size_t field = 0; field < row.size(); ++field) out_[field * count_ + written_] = row[field];
-  }
-  ++written_;
-}
 
 // What is known before the instructions are written; they go straight into the caller's arrays.
 struct Lowered {

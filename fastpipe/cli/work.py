@@ -19,7 +19,7 @@ from fastpipe.machine import COALESCED
 from fastpipe.placement import Placement
 from fastpipe.program import Program
 from fastpipe.schedule import Schedule
-from fastpipe.schedules import check_size, find, make_schedule
+from fastpipe.schedules import find, make_schedule
 from fastpipe.timeline import Timeline
 
 COSTS = tuple(field.name for field in fields(CostModel))
@@ -36,7 +36,6 @@ def schedule_of(
     find(name)
     if arguments.ranks is None or arguments.microbatches is None:
         raise ValueError(f"{name}: give --ranks and --microbatches, such as --ranks 4 --microbatches 8")
-    check_size(arguments.ranks, arguments.microbatches)
     options = _options(arguments)
     if cost is not None:
         parts = options.get("stages_per_rank", find(name).stages_per_rank)

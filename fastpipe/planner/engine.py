@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 
 from fastpipe import native_plan
-from fastpipe.native_plan import loaded
+from fastpipe.native_plan import View, function
 from fastpipe.planner.tasks import NO_TASK, SLACK, Floats, Ints, Tasks
 
 R = TypeVar("R")
@@ -102,9 +102,8 @@ def retime(tasks: Tasks, order: Ints) -> tuple[Floats, Floats] | None:
     """
     if not is_native():
         return retime_in_python(tasks, order)
-    view, order = _TasksView(tasks), np.ascontiguousarray(order, dtype=np.int32)
     starts, ends = np.empty(len(tasks)), np.empty(len(tasks))
-    found = loaded().fastpipe_plan_retime(view.address, order.ctypes.data, starts.ctypes.data, ends.ctypes.data)
+    found = function("retime")(_view(tasks), np.ascontiguousarray(order, dtype=np.int32), starts, ends)
     return (starts, ends) if found else None
 
 
@@ -129,14 +128,10 @@ def construct(
             order = np.array(ListScheduling(tasks, *one).run() or (), dtype=np.int32)
             made.append((order, measure(tasks, order, span) if len(order) else float("inf")))
         return made
-    view, count = _TasksView(tasks), len(patience)
+    count = len(patience)
     given = [np.ascontiguousarray(array, dtype=np.float64) for array in (keys, reserves, patience)]
     orders, objectives = np.empty((count, len(tasks)), dtype=np.int32), np.empty(count)
-    done = loaded().fastpipe_plan_construct(
-        *(view.address, span, count, *(array.ctypes.data for array in given)),
-        *(orders.ctypes.data, objectives.ctypes.data),
-    )
-    if not done:
+    if not function("construct")(_view(tasks), span, count, *given, orders, objectives):
         raise MemoryError("no memory for list scheduling")
     return list(zip(orders, objectives.tolist(), strict=True))
 
@@ -151,27 +146,26 @@ class Search:
     """Annealing over the orders of tasks (csrc/plan/search.h); the library must be there."""
 
     def __init__(self, tasks: Tasks, order: Ints, span: bool, seed: int) -> None:
-        self.view, self.size = _TasksView(tasks), len(tasks)
-        found, start = loaded(), np.array(order, dtype=np.int32)
-        self.handle = found.fastpipe_plan_search(self.view.address, start.ctypes.data, span, seed)
+        self.view, self.size = _view(tasks), len(tasks)
+        self.handle = function("search")(self.view, np.array(order, dtype=np.int32), span, seed)
         if self.handle:
             # not at exit, when a thread of a plan that was interrupted may still be in `improve`
-            weakref.finalize(self, found.fastpipe_plan_end_search, self.handle).atexit = False
+            weakref.finalize(self, function("end_search"), self.handle).atexit = False
 
     def improve(self, attempts: int, hot: float, cold: float) -> None:
         """Try so many changes, while the heat falls from the first to the second."""
-        if not loaded().fastpipe_plan_improve(self.handle, attempts, hot, cold):
+        if not function("improve")(self.handle, attempts, hot, cold):
             raise MemoryError("no memory for a search")
 
     def found(self) -> tuple[Ints, float]:
         """The best order so far, and its objective."""
         best, objective = np.empty(self.size, dtype=np.int32), ctypes.c_double()
-        if not loaded().fastpipe_plan_best(self.handle, best.ctypes.data, ctypes.addressof(objective)):
+        if not function("best")(self.handle, best, objective):
             raise MemoryError("no memory for a search")
         return best, objective.value
 
 
-class _Tasks(ctypes.Structure):
+class _Tasks(View):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_ranks", "num_tasks")),
         *((name, ctypes.c_void_p) for name in ("first", "seconds", "source", "transfer")),
@@ -180,15 +174,10 @@ class _Tasks(ctypes.Structure):
     ]
 
 
-class _TasksView:
-    """Tasks as the library reads them; they keep their own arrays alive."""
-
-    def __init__(self, tasks: Tasks) -> None:
-        self.tasks = tasks
-        names = ("first", "seconds", "source", "transfer", "local", "next", "take", "give", "limit")
-        data = [getattr(tasks, name).ctypes.data for name in names]
-        self.struct = _Tasks(tasks.num_ranks, len(tasks), *data[:4], len(tasks.local), *data[4:])
-        self.address = ctypes.addressof(self.struct)
+def _view(tasks: Tasks) -> _Tasks:
+    given = (getattr(tasks, name) for name in ("first", "seconds", "source", "transfer"))
+    rest = (getattr(tasks, name) for name in ("local", "next", "take", "give", "limit"))
+    return _Tasks(tasks.num_ranks, len(tasks), *given, len(tasks.local), *rest)
 
 
 class _Lists:

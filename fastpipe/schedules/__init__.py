@@ -13,12 +13,11 @@ from typing import Any
 from fastpipe.schedule import Schedule
 from fastpipe.schedules import (
     building_block,
-    chimera,
     dualpipe,
     forward_only,
     gpipe,
-    hanayo,
     interleaved,
+    list_scheduling,
     loop_zb,
     one_f_one_b,
     one_f_one_b_v,
@@ -52,8 +51,8 @@ FAMILIES: dict[str, Family] = {
         one_f_one_b_v.ONE_F_ONE_B_V,
         dualpipe.DUALPIPE,
         dualpipe.DUALPIPEV,
-        chimera.CHIMERA,
-        hanayo.HANAYO,
+        list_scheduling.CHIMERA,
+        list_scheduling.HANAYO,
         forward_only.FORWARD_ONLY,
     )
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
-from fastpipe.schedules.family import Family
+from fastpipe.schedules.family import Family, check_both_ways
 from fastpipe.schedules.words import Blocks, spell, stream
 
 
@@ -20,11 +20,7 @@ def generate(num_ranks: int, num_microbatches: int) -> Schedule:
     Raises:
         ValueError: for odd numbers, or fewer than two microbatches a rank.
     """
-    if num_ranks % 2 or num_microbatches % 2:
-        raise ValueError(
-            f"num_ranks = {num_ranks}, num_microbatches = {num_microbatches}: dualpipe sends half of the microbatches "
-            "each way and needs an even number of both"
-        )
+    check_both_ways("dualpipe", num_ranks, num_microbatches)
     _check_microbatches("dualpipe", num_ranks, num_microbatches)
     half = num_microbatches // 2
     columns = []

@@ -7,13 +7,12 @@ is the CostModel's business.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor, isfinite
 from typing import Any
 
-from fastpipe.checks import check_counts, is_whole, plain
+from fastpipe.checks import check_counts, is_number, is_whole, plain
 from fastpipe.schedule import Schedule
 
 
@@ -84,12 +83,20 @@ _MAX_FORWARDS = 100_000_000
 
 def check_size(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> None:
     """Refuse a schedule whose actions memory cannot hold."""
-    check_counts(num_ranks=num_ranks)
     forwards = num_ranks * num_microbatches * stages_per_rank
     if forwards > _MAX_FORWARDS:
         raise ValueError(
             f"num_ranks = {num_ranks}, num_microbatches = {num_microbatches}, stages_per_rank = {stages_per_rank}: "
             f"that is {forwards:,} forwards, and a schedule has at most {_MAX_FORWARDS:,}; ask for fewer"
+        )
+
+
+def check_both_ways(name: str, num_ranks: int, num_microbatches: int) -> None:
+    """Refuse odd numbers, for a schedule that sends half of the microbatches each way."""
+    if num_ranks % 2 or num_microbatches % 2:
+        raise ValueError(
+            f"num_ranks = {num_ranks}, num_microbatches = {num_microbatches}: {name} sends half of the microbatches "
+            "each way and needs an even number of both"
         )
 
 
@@ -99,11 +106,6 @@ def is_count(value: Any) -> bool:
 
 
 PerRank = float | Sequence[float]
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number of at least 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _is_cost(value: Any) -> bool:

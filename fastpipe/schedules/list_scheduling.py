@@ -1,4 +1,11 @@
-"""List scheduling: every rank that is free takes the best of what is ready. For orders that no closed form gives."""
+"""List scheduling: every rank that is free takes the best of what is ready. For orders that no closed form gives.
+
+Chimera has two pipelines in opposite directions over two copies of the model (arXiv 2107.06925): half of the
+microbatches run stage s on rank s, the others on rank p-1-s. Hanayo lays one copy over the ranks in waves, down and up
+again (arXiv 2308.15762). In both F takes 1 and B 2, and at most S - s activations of stage s are alive in each
+direction, S the number of stages. With as many microbatches as ranks Chimera's order is the paper's unit, idle for
+(p-2)/(1.5p+p-2) of the time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,8 @@ from collections.abc import Callable
 from fastpipe.action import ActionKind
 from fastpipe.dependencies import feeds
 from fastpipe.placement import Placement
-from fastpipe.schedule import Columns
+from fastpipe.schedule import Columns, Schedule
+from fastpipe.schedules.family import Family, Option, check_both_ways, is_count
 from fastpipe.schedules.words import columns_of
 
 Task = tuple[int, int, int]
@@ -107,3 +115,42 @@ class ListScheduler:
         if kind is ActionKind.F and self.train:
             return self._make_ready(ActionKind.B, stage, mb)
         return rank
+
+
+def generate_chimera(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Both directions.
+
+    Raises:
+        ValueError: for odd numbers.
+    """
+    check_both_ways("chimera", num_ranks, num_microbatches)
+    return _schedule("chimera", Placement.bidirectional(num_ranks), num_microbatches)
+
+
+def generate_hanayo(num_ranks: int, num_microbatches: int, waves: int) -> Schedule:
+    """``waves`` times down and up the ranks."""
+    return _schedule("hanayo", Placement.wave(num_ranks, 2 * waves), num_microbatches)
+
+
+def _schedule(name: str, placement: Placement, num_microbatches: int) -> Schedule:
+    num_stages = placement.num_stages
+    scheduler = ListScheduler(placement, num_microbatches, backward=2, limit=lambda stage: num_stages - stage)
+    return Schedule(name, placement, num_microbatches, scheduler.run())
+
+
+CHIMERA = Family(
+    "chimera",
+    "two directions over two copies of the model, half the bubble of 1F1B at microbatches = ranks",
+    "even ranks, even microbatches; made for as many microbatches as ranks",
+    generate_chimera,
+    stages_per_rank=2,
+    num_routes=2,
+)
+HANAYO = Family(
+    "hanayo",
+    "waves: 2 x waves stages per rank, down the ranks and up again",
+    "any ranks and microbatches; made for as many microbatches as ranks",
+    generate_hanayo,
+    {"waves": Option(1, "the number of waves, at least 1: a rank holds twice as many stages", is_count)},
+    stages_per_rank=2,
+)

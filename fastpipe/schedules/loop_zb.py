@@ -26,16 +26,17 @@ from fastpipe.schedules.rounds import (
     Groups,
     I,
     Rounds,
+    RoundsView,
     Seconds,
     Spread,
     all_groupings,
     even,
     filled,
     groupings,
+    is_found,
     num_timed,
     shortest,
     spread_of,
-    stream,
     streams,
 )
 
@@ -57,8 +58,7 @@ class _Slots:
 
     def __init__(self, num_ranks: int, stages_per_rank: int, groups: Groups, limit: int) -> None:
         self.p, self.limit, self.total = num_ranks, limit, sum(groups)
-        self.forward = stream(0, stages_per_rank, groups)
-        self.backward = stream(stages_per_rank, stages_per_rank, groups)
+        self.forward, self.backward = (keys.tolist() for keys in streams(stages_per_rank, groups))
         self.ready = [0] * self.total + [NEVER] * (self.total * 2 * stages_per_rank)
         self.forwards: list[tuple[int, int]] = []
         self.backwards: list[tuple[int, int]] = []
@@ -82,7 +82,7 @@ class _Slots:
                 return None
         return _Starts(self.forwards, self.backwards, slot)
 
-    def _start(self, slot: int, keys: tuple[int, ...], started: list[tuple[int, int]], room: bool) -> bool:
+    def _start(self, slot: int, keys: list[int], started: list[tuple[int, int]], room: bool) -> bool:
         """Start the next round of a stream, if it can; p slots later the next of its microbatch can."""
         if len(started) == len(keys) or not room or self.ready[keys[len(started)]] > slot:
             return False
@@ -106,8 +106,13 @@ def _played(p: int, v: int, groups: Groups, limit: int, give_up: int) -> _Starts
     """One candidate, by the library (csrc/plan/rounds.cpp) where it is there."""
     if native_plan.library() is None:
         return _Slots(p, v, groups, limit).run(give_up)
-    found = streams(v, groups).play_loop(p, limit, give_up)
-    return None if found is None else _Starts(*found)
+    keys = streams(v, groups)
+    slots = [np.empty(len(each), dtype=np.int64) for each in keys]
+    length = native_plan.function("loop")(RoundsView.of(p, v, groups, limit), give_up, *slots)
+    if not is_found(length):
+        return None
+    forward, backward = (np.column_stack([at, each]) for at, each in zip(slots, keys, strict=True))
+    return _Starts(forward, backward, length)
 
 
 def generate(

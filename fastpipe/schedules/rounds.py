@@ -25,7 +25,7 @@ from fastpipe import native_plan
 from fastpipe.action import ActionKind
 from fastpipe.placement import Placement
 from fastpipe.schedule import Columns, Schedule
-from fastpipe.schedules.words import columns_of
+from fastpipe.schedules.words import Ints, columns_of
 
 Groups = tuple[int, ...]
 """Sizes of groups of microbatches, in order: a whole group starts its first rounds, then its second ones, and so on."""
@@ -83,19 +83,9 @@ def _places(count: int) -> list[int]:
     return sorted({*range(min(count, _PLACES)), *range(max(0, count - _PLACES), count)})
 
 
-@lru_cache(maxsize=4)
-def stream(first_round: int, num_rounds: int, groups: Groups) -> tuple[int, ...]:
-    """Rounds in the order in which they start, each as ``round * m + microbatch``: group by group, round by round."""
-    total, start = sum(groups), 0
-    keys: list[int] = []
-    for size in groups:
-        for number in range(first_round, first_round + num_rounds):
-            keys += range(number * total + start, number * total + start + size)
-        start += size
-    return tuple(keys)
+class RoundsView(native_plan.View):
+    """The rounds of F and of I in the order in which they start, as the library reads them."""
 
-
-class _Rounds(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_ranks", "num_microbatches")),
         *((name, ctypes.c_int64) for name in ("count", "num_keys")),
@@ -103,44 +93,11 @@ class _Rounds(ctypes.Structure):
         ("limit", ctypes.c_int64),
     ]
 
-
-class Streams:
-    """The rounds of F and of I in the order in which they start, as the library reads them.
-
-    Args:
-        forward: rounds of F, as ``round * m + microbatch``.
-        backward: as many rounds of I, whose numbers follow.
-    """
-
-    def __init__(self, forward: npt.ArrayLike, backward: npt.ArrayLike, num_microbatches: int) -> None:
-        self.streams = [np.ascontiguousarray(keys, dtype=np.int32) for keys in (forward, backward)]
-        count = len(self.streams[0])
-        self.fixed = num_microbatches, count, 2 * count, *(array.ctypes.data for array in self.streams)
-
-    def _view(self, num_ranks: int, limit: int) -> _Rounds:
-        return _Rounds(num_ranks, *self.fixed, limit)
-
-    def play(
-        self, model: str, num_ranks: int, limit: int, rule: Sequence[int], give_up: int
-    ) -> tuple[Longs, int] | None:
-        """`fastpipe.schedules.wave_ticks`: ``"compact"`` or ``"slack"``; the library must be there."""
-        view, numbers = self._view(num_ranks, limit), (ctypes.c_int32 * len(rule))(*rule)
-        count = 2 * len(self.streams[0])
-        ticks, keys = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int32)
-        places = ctypes.addressof(view), ctypes.addressof(numbers), give_up, ticks.ctypes.data, keys.ctypes.data
-        length = getattr(native_plan.loaded(), f"fastpipe_plan_{model}")(*places)
-        return (np.column_stack([ticks, keys]), length) if is_found(length) else None
-
-    def play_loop(self, num_ranks: int, limit: int, give_up: int) -> tuple[Longs, Longs, int] | None:
-        """`fastpipe.schedules.loop_zb`; the library must be there."""
-        view, slots = self._view(num_ranks, limit), [np.empty(len(keys), dtype=np.int64) for keys in self.streams]
-        length = native_plan.loaded().fastpipe_plan_loop(
-            ctypes.addressof(view), give_up, *(array.ctypes.data for array in slots)
-        )
-        if not is_found(length):
-            return None
-        forward, backward = (np.column_stack([at, keys]) for at, keys in zip(slots, self.streams, strict=True))
-        return forward, backward, length
+    @classmethod
+    def of(cls, num_ranks: int, num_rounds: int, groups: Groups, limit: int) -> RoundsView:
+        """Of `streams`; ``limit`` in stage activations of a rank."""
+        forward, backward = streams(num_rounds, groups)
+        return cls(num_ranks, sum(groups), len(forward), 2 * len(forward), forward, backward, limit)
 
 
 def is_found(length: int) -> bool:
@@ -151,12 +108,14 @@ def is_found(length: int) -> bool:
 
 
 @lru_cache(maxsize=4)
-def streams(num_rounds: int, groups: Groups) -> Streams:
-    """The rounds of F and of I, for the library: `stream` by a sort that keeps the order within a group."""
-    total = sum(groups)
+def streams(num_rounds: int, groups: Groups) -> tuple[Ints, Ints]:
+    """The rounds of F and of I in the order in which they start, each as ``round * m + microbatch``.
+
+    That is group by group, round by round; the numbers of the rounds of I follow those of F.
+    """
     group = np.repeat(np.arange(len(groups)), groups)
-    forward = np.argsort(np.tile(group, num_rounds), kind="stable")
-    return Streams(forward, forward + num_rounds * total, total)
+    forward = np.argsort(np.tile(group, num_rounds), kind="stable").astype(np.int32)
+    return forward, forward + np.int32(num_rounds * sum(groups))
 
 
 def num_timed(placement: Placement, num_microbatches: int) -> int:
@@ -208,7 +167,7 @@ def spread_of(
     return Spread(placement, num_microbatches, first, (slot.astype(np.int64), kind, stage, mb))
 
 
-class _Steps(ctypes.Structure):
+class _Steps(native_plan.View):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_ranks", "num_stages", "num_microbatches")),
         *((name, ctypes.c_void_p) for name in ("route", "first", "slot", "kind", "stage", "microbatch")),
@@ -236,11 +195,10 @@ def filled(spread: Spread, limit: int, seconds: Seconds) -> Filled | None:
         return Filled(columns, makespan(ranks, placement, seconds))
     times = seconds.forward, seconds.backward_input, seconds.backward_weight, seconds.comm
     route = np.array(placement.routes[0], dtype=np.int32)
-    arrays = (array.ctypes.data for array in (route, spread.first, *spread.columns))
+    arrays = route, spread.first, *spread.columns
     given = _Steps(placement.num_ranks, len(route), spread.num_microbatches, *arrays, limit, *times)
     rows, length = np.empty((3, len(spread.columns[0]) * 3 // 2), dtype=np.int32), ctypes.c_double()
-    done = native_plan.loaded().fastpipe_plan_fill(ctypes.addressof(given), rows.ctypes.data, ctypes.addressof(length))
-    if not is_found(done):
+    if not is_found(native_plan.function("fill")(given, rows, length)):
         return None
     ends = (spread.first * 3 // 2).tolist()
     return Filled([columns_of(rows[:, a:b].T) for a, b in zip(ends, ends[1:], strict=False)], length.value)

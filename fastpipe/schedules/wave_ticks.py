@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastpipe import native_plan
-from fastpipe.schedules.rounds import NEVER, Groups, Rounds, is_found, stream, streams
+from fastpipe.schedules.rounds import NEVER, Groups, Longs, Rounds, RoundsView, is_found, streams
+from fastpipe.schedules.words import Ints
 
 FORWARD, INPUT, WEIGHT = range(3)
 """What a tick is given to."""
@@ -60,15 +61,15 @@ class Job:
     groups: Groups
     limit: int
 
-    def tables(self) -> tuple[tuple[int, ...], tuple[int, ...], list[int], int]:
+    def tables(self) -> tuple[list[int], list[int], list[int], int]:
         """The rounds of F and of I in their order, from which tick on each can start, and the microbatches.
 
-        A round is ``round * m + microbatch``. Only first rounds can start from the beginning; when a round starts, it
-        is known when the next of its microbatch can.
+        Only first rounds can start from the beginning; when a round starts, it is known when the next of its
+        microbatch can.
         """
-        total, rounds = sum(self.groups), self.num_rounds
-        ready = [0] * total + [NEVER] * (2 * rounds * total)
-        return stream(0, rounds, self.groups), stream(rounds, rounds, self.groups), ready, total
+        total = sum(self.groups)
+        forward, backward = streams(self.num_rounds, self.groups)
+        return forward.tolist(), backward.tolist(), [0] * total + [NEVER] * (2 * self.num_rounds * total), total
 
 
 @dataclass(frozen=True)
@@ -167,10 +168,17 @@ def slack(job: Job, rule: Rule, give_up: int = NEVER) -> Starts | None:
 def _played(model: str, job: Job, rule: Rule, give_up: int) -> Starts | None:
     """The same by the library (csrc/plan/rounds.cpp)."""
     first, full, rotate = rule
-    found = streams(job.num_rounds, job.groups).play(
-        model, job.num_ranks, job.limit, [*first, *full, int(rotate)], give_up
-    )
-    return None if found is None else Starts(*found)
+    ticks, keys = _places(job)
+    view = RoundsView.of(job.num_ranks, job.num_rounds, job.groups, job.limit)
+    numbers = np.array([*first, *full, rotate], dtype=np.int32)
+    length = native_plan.function(model)(view, numbers, give_up, ticks, keys)
+    return Starts(np.column_stack([ticks, keys]), length) if is_found(length) else None
+
+
+def _places(job: Job) -> tuple[Longs, Ints]:
+    """For the tick and the key of every round, which the library fills."""
+    count = 2 * job.num_rounds * sum(job.groups)
+    return np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int32)
 
 
 def next_in(line: tuple[int, ...], can: tuple[bool, ...]) -> int | None:
@@ -194,7 +202,7 @@ _Choice = tuple[int, int, int, int]
 """Minus the score, empty ticks, whose beginning goes on, and with what: a round, the W of one, or nothing."""
 
 
-class _Beam(ctypes.Structure):
+class _Beam(native_plan.View):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_ranks", "num_rounds", "num_microbatches", "width")),
         ("limit", ctypes.c_int64),
@@ -211,9 +219,8 @@ def beam(job: Job, width: int, length: int, budget: int) -> tuple[Starts | None,
         return _Search(job, width, length).run(budget)
     total, left = sum(job.groups), ctypes.c_int64(budget)
     given = _Beam(job.num_ranks, job.num_rounds, total, width, job.limit)
-    ticks, keys = (np.empty(2 * job.num_rounds * total, dtype=kind) for kind in (np.int64, np.int32))
-    places = ctypes.addressof(left), ticks.ctypes.data, keys.ctypes.data
-    done = native_plan.loaded().fastpipe_plan_beam(ctypes.addressof(given), length, *places)
+    ticks, keys = _places(job)
+    done = native_plan.function("beam")(given, length, left, ticks, keys)
     if not is_found(done):
         return None, left.value
     return _starts(job, list(zip(ticks.tolist(), keys.tolist(), strict=True)), done), left.value

@@ -14,9 +14,10 @@ from itertools import product
 from typing import Any
 
 from fastpipe.action import ActionKind
+from fastpipe.checks import is_number
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
-from fastpipe.schedules.family import COSTS, Family, Option, PerRank, is_number, per_rank
+from fastpipe.schedules.family import COSTS, Family, Option, PerRank, per_rank
 from fastpipe.schedules.words import columns_of
 
 F, I, W = range(3)

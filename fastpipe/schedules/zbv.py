@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from fastpipe.action import ActionKind
+from fastpipe.checks import is_number
 from fastpipe.placement import Placement
 from fastpipe.schedule import Columns, Schedule
-from fastpipe.schedules.family import UNIFORM_COSTS, Family, Option, is_number
+from fastpipe.schedules.family import UNIFORM_COSTS, Family, Option
 from fastpipe.schedules.words import Blocks, columns_of, spell, stream
 
 _LIMIT = Option(

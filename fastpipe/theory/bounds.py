@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from sys import float_info
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fastpipe.checks import check_counts, check_flags, check_type, plain
+from fastpipe.checks import check_counts, check_flags, check_type, is_number, plain
 from fastpipe.cost import CostModel, check_links
 from fastpipe.placement import Placement
 from fastpipe.schedule import Schedule
@@ -267,6 +266,4 @@ def _limits(memory: Memory, num_ranks: int) -> list[float]:
 
 
 def _is_limit(value: Any) -> bool:
-    # an int may be too large to become a float, so it is compared as it is
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and (value == inf or 0 < value <= float_info.max)
+    return value == inf or (is_number(value) and value > 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastpipe.checks import as_path, plain
+from fastpipe.checks import as_path, is_number, plain
 from fastpipe.program import Op
 from fastpipe.timeline import Timeline
 from fastpipe.visualize.colours import COLOURS, CRITICAL, KINDS, MEANINGS, shade
@@ -40,7 +40,7 @@ def checked_path(path: str | Path) -> Path:
 
 def check_size(name: str, size: Any, least: float, most: float, unit: str) -> None:
     """Refuse a size in which there is no room, or that no viewer opens."""
-    if isinstance(size, bool) or not (isinstance(plain(size), int | float) and least <= size <= most):
+    if not is_number(plain(size), least, most):
         raise ValueError(f"{name} = {size!r}: give {least:g} to {most:g} {unit}")
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,22 @@ transformers = pytest.importorskip("transformers")
 KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "train_loss")
 
 
-def logged(shown: str) -> list[dict[str, str]]:
+def logged(shown: str) -> list[dict[str, Any]]:
     """What the Trainer logged, without times."""
-    lines = [ast.literal_eval(line) for line in re.findall(r"^\{.*\}$", shown, flags=re.MULTILINE)]
-    return [{name: line[name] for name in KEPT if name in line} for line in lines]
+    return without_times(ast.literal_eval(line) for line in re.findall(r"^\{.*\}$", shown, flags=re.MULTILINE))
+
+
+def without_times(lines: Iterable[dict[str, Any]], kept: Sequence[str] = KEPT) -> list[dict[str, Any]]:
+    return [{name: line[name] for name in kept if name in line} for line in lines]
+
+
+def assert_same_logs(mine: Any, plain: Any, **closeness: Any) -> list[dict[str, Any]]:
+    """Two Trainers that have trained logged the same; returns it."""
+    shown, expected = (without_times(made.state.log_history, (*KEPT, "total_flos")) for made in (mine, plain))
+    assert len(shown) == len(expected)
+    for line, wanted in zip(shown, expected, strict=True):
+        assert line == pytest.approx(wanted, **closeness)
+    return shown
 
 
 @pytest.fixture(scope="module")
@@ -234,13 +247,7 @@ def test_arguments_that_change_numbers(name: str, tmp_path: Path) -> None:
         torch.manual_seed(0)
         made.train()
     assert dtypes[0] == dtypes[1] == {torch.bfloat16 if name == "bf16" else torch.float32}
-    shown, expected = (
-        [{key: line[key] for key in (*KEPT, "total_flos") if key in line} for line in made.state.log_history]
-        for made in (mine, plain)
-    )
-    assert len(shown) == len(expected)
-    for line, wanted in zip(shown, expected, strict=True):
-        assert line == pytest.approx(wanted, rel=1e-5, abs=1e-5 if name != "bf16" else 1e-3)
+    assert_same_logs(mine, plain, rel=1e-5, abs=1e-5 if name != "bf16" else 1e-3)
     for value, whole in zip(mine.pipe.state_dict().values(), plain.model.state_dict().values(), strict=True):
         torch.testing.assert_close(value, whole, rtol=1e-4, atol=1e-4)
     found, wanted = (made.evaluate()["eval_loss"] for made in (mine, plain))
@@ -273,14 +280,8 @@ def test_models_that_are_split_by_an_example(name: str, tmp_path: Path) -> None:
         trainer(tmp_path / str(kind), kind, model=other_model(name), example=example, **given)
         for kind in (None, transformers.Trainer)
     )
-    shown, expected = (
-        [{key: line[key] for key in KEPT if key in line} for line in made.state.log_history]
-        for made in (mine, plain)
-        if made.train()
-    )
-    assert len(shown) == len(expected) == 4
-    for line, wanted in zip(shown, expected, strict=True):
-        assert line == pytest.approx(wanted, rel=1e-5)
+    assert mine.train() and plain.train()
+    assert len(assert_same_logs(mine, plain, rel=1e-5)) == 4
     assert mine.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
 
 
@@ -326,14 +327,8 @@ def test_models_that_compute_their_own_loss(name: str, tmp_path: Path) -> None:
         trainer(tmp_path / str(kind), kind, model=with_its_own_loss(name)[0], example=example, **given)
         for kind in (None, transformers.Trainer)
     )
-    shown, expected = (
-        [{key: line[key] for key in KEPT if key in line} for line in made.state.log_history]
-        for made in (mine, plain)
-        if made.train()
-    )
-    assert len(shown) == len(expected) == 7
-    for line, wanted in zip(shown, expected, strict=True):
-        assert line == pytest.approx(wanted, rel=1e-4)
+    assert mine.train() and plain.train()
+    assert len(assert_same_logs(mine, plain, rel=1e-4)) == 7
     ignored = ["image_outputs", "cache"] if name == "llava" else None  # the Trainer cannot gather what is in these
     outputs, others = (made.predict(data[:8], ignore_keys=ignored).predictions for made in (mine, plain))
     torch.testing.assert_close(outputs, others, rtol=1e-3, atol=1e-4)
@@ -358,11 +353,7 @@ def test_an_adapter_of_peft_is_trained_and_saved(tmp_path: Path) -> None:
         made.append(trainer(tmp_path / str(kind), kind, model=peft.get_peft_model(model(), config), **given))
         made[-1].train()
     mine, plain = made
-    shown, expected = (
-        [{key: line[key] for key in KEPT if key in line} for line in each.state.log_history] for each in made
-    )
-    for line, wanted in zip(shown, expected, strict=True):
-        assert line == pytest.approx(wanted, rel=1e-4)
+    shown = assert_same_logs(mine, plain, rel=1e-4)
     loaded = peft.PeftModel.from_pretrained(model(), tmp_path / "None/checkpoint-4").state_dict()
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(loaded[name], value, rtol=1e-3, atol=1e-5)

@@ -84,14 +84,14 @@ def _changed(**changes: object) -> str:
         (_changed(num_microbatches=True), "num_microbatches = True"),
         (_changed(forward_only=1), "forward_only = 1: give true or false"),
         (_changed(routes=[[0, 5]]), "stage 1 is placed on rank 5"),
-        (_changed(routes=[[0, "1"]]), "routes: give lists of whole numbers"),
+        (_changed(routes=[[0, "1"]]), r"routes = \[\[0, '1'\]\]: give lists of whole numbers"),
         (_changed(channels=[[0, 1]]), r"channels\[0\] = \[0, 1\]: give \[source, destination, 'activation' or"),
         (_changed(channels=[[0, 1, "weights"]]), r"channels\[0\]"),
         (_changed(ranks=[[]]), "columns: 2 ranks need as many; found 1"),
         (_changed(ranks=[[[0] * 6], []]), r"ranks\[0\]\[0\]: give 7 whole numbers"),
         (_changed(ranks=[[], [[0] * 6 + [1 << 40]]]), r"ranks\[1\]\[0\]: give 7 whole numbers"),
         (_changed(ranks=[[], [[0] * 6 + [0.5]]]), r"ranks\[1\]\[0\]: give 7 whole numbers"),
-        (_changed(ranks=7), "ranks: give a list of instructions a rank"),
+        (_changed(ranks=7), "ranks = 7: give a list of instructions a rank"),
     ],
 )
 def test_json_is_strict(text: str, message: str) -> None:
