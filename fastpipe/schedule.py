@@ -236,6 +236,17 @@ class Schedule:
             rows.append(row)
         return rows
 
+    def chunk_order(self, rank: int) -> list[int]:
+        """The order list that ``torch.cuda.make_graphed_callables`` takes: +(chunk+1) a forward, -(chunk+1) a backward.
+
+        A chunk is the position of a stage among those of the rank; W is not listed.
+        """
+        chunk = {stage: number + 1 for number, stage in enumerate(self.placement.stages_of(rank))}
+        signs = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}
+        return [
+            signs[part.kind] * chunk[part.stage] for action in self[rank] for part in action.parts if part.kind in signs
+        ]
+
     def to_csv(self, path: str | Path | None = None, *, aligned: bool = False) -> str:
         """Write one row per rank, in the format of ``torch.distributed.pipelining``.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fastpipe.checks import check_counts, plain
+from fastpipe.checks import check_counts, is_whole, plain
 from fastpipe.cost import LARGEST, is_cost
 from fastpipe.theory.closed_forms import BUBBLES, PEAKS, Case, Formula, check_measure, mean_busy
 from fastpipe.theory.closed_forms import MEASURES as MEASURES
@@ -34,8 +34,14 @@ _OPEN = {
     "wave_zb": 4,
 }
 """Schedules that leave the stages per rank open, and how many it is unless given."""
-_COUNTS = ("num_ranks", "stages_per_rank", "live")
+_COUNTS = ("num_ranks", "num_microbatches", "stages_per_rank", "live")
 """Arguments that are whole numbers of at least 1."""
+_COST = f"costs are finite numbers from 0 to {LARGEST:g}"
+_OTHERS = {
+    "live_fraction": "give a finite fraction of 1F1B's memory, at least 0",
+    "busiest": f"give the seconds of the busiest rank, from 0 to {LARGEST:g}",
+}
+"""What to give for numbers that are no costs."""
 _VS = ("zbv", "v_half", "v_min", "1f1b_v", "dualpipev")
 
 
@@ -128,6 +134,23 @@ def peak_activations(
     return peak if as_ == "stages" else peak / (case.p * case.v)
 
 
+def memory_ratio(first: str, second: str, **numbers: Any) -> float:
+    """Peak activation memory of one schedule over that of another, for the same model on the same ranks.
+
+    Args:
+        first: a schedule.
+        second: another.
+        numbers: as for `peak_activations`; ``stages_per_rank`` goes to those that leave it open.
+    """
+    stages = numbers.pop("stages_per_rank", None)
+
+    def ratio(name: str) -> float:
+        mine = stages if name in _OPEN else None
+        return peak_activations(name, stages_per_rank=mine, as_="ratio", **numbers)
+
+    return ratio(first) / ratio(second)
+
+
 def smallest_num_microbatches(name: str, fraction: float, *, num_ranks: int, **costs: Any) -> int:
     """The smallest m with which a schedule's bubble is at most ``fraction``, within the range of its formula.
 
@@ -172,6 +195,86 @@ def _holds(reaches: Callable[[int], bool], m: int) -> bool:
         return reaches(m)
     except ValueError:
         return False
+
+
+def ramp_bound(
+    busiest: float,
+    *,
+    num_ranks: int,
+    stages_per_rank: int = 1,
+    forward: float = 1.0,
+    comm: float = 0.0,
+    num_routes: int = 1,
+) -> float:
+    """A makespan that no order beats: the work of the busiest rank, and the way of the first microbatch to the last.
+
+    Args:
+        busiest: seconds of compute of the busiest rank, with the schedule's own durations. Where not all
+            ranks are as busy, as they have other stages, or fused pairs take less than their parts: give the work of
+            the rank of stage p - 1, or of a middle rank with two routes, whose first forward comes this late.
+        num_ranks: p.
+        stages_per_rank: v; the first p stages are on p ranks.
+        forward: F.
+        comm: seconds of one hop.
+        num_routes: 2 for a bidirectional placement, where every rank is at most p/2 - 1 hops from an end.
+
+    Raises:
+        ValueError: for an argument that is no such number; it names it.
+    """
+    busiest, num_ranks, stages_per_rank, forward, comm = _check_numbers(
+        busiest=busiest, num_ranks=num_ranks, stages_per_rank=stages_per_rank, forward=forward, comm=comm
+    )
+    if not (is_whole(num_routes, least=1) and num_routes <= 2):
+        raise ValueError(f"num_routes = {num_routes!r}: give 1, or 2 for a bidirectional placement")
+    if num_routes == 2:
+        return busiest + max(0.0, num_ranks / 2 - 1) * (forward + comm)
+    return busiest + (num_ranks - 1) * (forward / stages_per_rank + comm)
+
+
+def single_stage_bound(
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    live: int,
+    forward: float = 1.0,
+    backward_input: float = 1.0,
+    backward_weight: float = 1.0,
+    comm: float = 0.0,
+) -> float:
+    """A span that no order with one stage per rank and at most ``live`` activations beats (arXiv 2401.10241, extended).
+
+    Raises:
+        ValueError: for m <= live, where the memory is no limit; for an argument that is no number, naming it.
+    """
+    p, m, k = _check_numbers(num_ranks=num_ranks, num_microbatches=num_microbatches, live=live)
+    F, I, W, c = _check_numbers(
+        forward=forward, backward_input=backward_input, backward_weight=backward_weight, comm=comm
+    )
+    if m <= k:
+        raise ValueError(f"num_microbatches = {m}: the bound holds for more than live = {k}")
+    ramp = max(0.0, (p - 1) * (I + 2 * c) + (p - k) * F)
+    return float(m * (F + I + W) + ramp + max(0.0, (p - 1) * (F + I + 2 * c) - (k - 1) * (I + W)))
+
+
+def memory_bubble_bound(live_fraction: float, *, num_ranks: int, forward: float = 1.0) -> float:
+    """Idle seconds that no placement avoids with a fraction of 1F1B's activation memory (arXiv 2405.15362).
+
+    Raises:
+        ValueError: for an argument that is no such number; it names it.
+    """
+    fraction, p, F = _check_numbers(live_fraction=live_fraction, num_ranks=num_ranks, forward=forward)
+    return float(max(0.0, (1 - fraction) * p * F))
+
+
+def v_bubble_bound(live: int, *, num_ranks: int, unit: float = 1.0) -> float:
+    """Idle seconds of the span that no order on a V of two stages avoids with ``live`` stage activations.
+
+    Args:
+        live: stage activations of the rank that holds most.
+        num_ranks: p.
+        unit: seconds of F = I = W of a *stage*.
+    """
+    return wave_bubble_bound(live, num_ranks=num_ranks, stages_per_rank=2, unit=unit, measure="span")
 
 
 def wave_bubble_bound(
@@ -251,7 +354,7 @@ def _check_numbers(**numbers: Any) -> list[Any]:
         if what in _COUNTS:
             check_counts(**{what: number})
         elif not is_cost(number):
-            raise ValueError(f"{what} = {number!r}: costs are finite numbers from 0 to {LARGEST:g}")
+            raise ValueError(f"{what} = {number!r}: {_OTHERS.get(what, _COST)}")
     return list(numbers.values())
 
 

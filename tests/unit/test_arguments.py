@@ -171,6 +171,8 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: pareto(ROWS, "x.png", chosen="x"), "chosen = 'x': no row has this name; there are 1f1b"),
     (lambda: pareto(ROWS, "x.png", others=[1]), "others: expected what fastpipe.compare returned, found [1]"),  # type: ignore[list-item]
     (lambda: pareto(None, "x.png"), "rows: expected what fastpipe.compare returned, found [None]"),  # type: ignore[arg-type]
+    (lambda: SCHEDULE.chunk_order(-1), "rank = -1: give a whole number from 0 to 1"),
+    (lambda: SCHEDULE.chunk_order(2), "rank = 2: give a whole number from 0 to 1"),
 ]
 
 
@@ -233,7 +235,10 @@ SMALL: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (lambda p, m: formulas.bubble("dualpipev", num_ranks=p, num_microbatches=m), (60, 120)),
     (lambda p, m: formulas.peak_activations("zbv", num_ranks=p, num_microbatches=m), (60, 120)),
     (lambda p: formulas.smallest_num_microbatches("zbv", 0.25, num_ranks=p), (100,)),
+    (lambda p, v: formulas.ramp_bound(1.0, num_ranks=p, stages_per_rank=v), (100, 100)),
+    (lambda p, m, k: formulas.single_stage_bound(num_ranks=p, num_microbatches=m, live=k), (50, 120, 10)),
     (lambda k, p, v: formulas.wave_bubble_bound(k, num_ranks=p, stages_per_rank=v), (100, 8, 100)),
+    (lambda p, f: formulas.memory_bubble_bound(0.5, num_ranks=p, forward=f), (100, 100)),
     (lambda f, i, w: formulas.full_throughput_memory(forward=f, backward_input=i, backward_weight=w), (100, 100, 100)),
     (lambda p, s, m: any_placement_bounds(num_ranks=p, num_stages=s, num_microbatches=m, memory=2), (50, 100, 120)),
     (lambda m, k: bounds(Placement.loop(2), num_microbatches=m, memory=[k, k]), (120, 100)),
@@ -260,6 +265,7 @@ def test_floats_of_numpy_do_not_overflow() -> None:
     given = np.float16(6e4), np.float32(3e38)
     for number in given:
         assert formulas.full_throughput_memory(forward=number, backward_input=number) == pytest.approx(0.5, rel=1e-4)
+        assert formulas.memory_bubble_bound(0.0, num_ranks=4, forward=number) == 4 * float(number)
     with pytest.raises(ValueError, match="forward = 1e\\+308: costs are finite numbers from 0 to 1e\\+100"):
         formulas.bubble("1f1b", num_ranks=4, num_microbatches=8, forward=1e308)
 

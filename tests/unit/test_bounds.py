@@ -140,22 +140,19 @@ def test_closed_form_of_the_wave(p, v, measure):
 
 
 def test_closed_form_of_one_stage_a_rank():
-    """arXiv 2401.10241, appendix, extended by transfers and a limit."""
     cost = {"forward": 2.0, "backward_input": 3.0, "backward_weight": 1.5, "comm": 0.25}
     for p in (1, 2, 4):
         for k in range(1, 2 * p):
-            work, ramp = 3 * p * 6.5, (p - 1) * (3.0 + 2 * 0.25) + (p - k) * 2.0
-            closed = work + max(0, ramp) + max(0, (p - 1) * (2.0 + 3.0 + 2 * 0.25) - (k - 1) * (3.0 + 1.5))
+            closed = formulas.single_stage_bound(num_ranks=p, num_microbatches=3 * p, live=k, **cost)
             found = bounds(Placement.loop(p), CostModel(**cost), num_microbatches=3 * p, memory=k, measure="span")
             assert max(of("memory", found), of("warm-up", found)) == pytest.approx(closed)
 
 
 def test_closed_form_for_any_placement():
-    """arXiv 2405.15362, section 4: (1 - kappa) p F with kappa of 1F1B's memory."""
     for kappa in (0.25, 0.5, 1.0):
         numbers = {"num_ranks": 4, "num_stages": 8, "num_microbatches": 16, "memory": 8 * kappa}
         found = any_placement_bounds(CostModel(0.5, 0.5, 0.5), **numbers)
-        assert of("warm-up", found) == 48 + (1 - kappa) * 4
+        assert of("warm-up", found) == 48 + formulas.memory_bubble_bound(kappa, num_ranks=4)
 
 
 def test_less_than_a_third_of_the_memory_slows_every_microbatch():

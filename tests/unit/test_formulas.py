@@ -174,6 +174,14 @@ def test_1f1b_on_four_ranks():
     assert formulas.bubble("1f1b", num_ranks=4, num_microbatches=8, as_="total") == 33
 
 
+def test_memory_ratios():
+    numbers = {"num_ranks": 8, "num_microbatches": 32}
+    assert formulas.memory_ratio("v_half", "1f1b", **numbers) == 5 / 8
+    assert formulas.memory_ratio("v_min", "zb_h1", **numbers) == 4 / 8
+    assert formulas.memory_ratio("interleaved_1f1b", "1f1b", stages_per_rank=4, **numbers) == 1 + 7 / 32
+    assert formulas.memory_ratio("gpipe", "1f1b", **numbers) == 4
+
+
 @pytest.mark.parametrize("name", sorted({name for name, measure in BUBBLES if measure == "makespan"} - {"chimera"}))
 @pytest.mark.parametrize("fraction", [0.3, 0.1, 0.02])
 def test_smallest_number_of_microbatches(name, fraction):
@@ -219,9 +227,18 @@ def test_smallest_number_of_microbatches_of_chimera():
         (lambda: formulas.bubble("1f1b", num_ranks=4, num_microbatches=8, forward=-1), "forward = -1: costs are"),
         (lambda: formulas.bubble("1f1b", num_ranks=4, num_microbatches=8, backward_input="1"), "backward_input = '1'"),
         (lambda: formulas.peak_activations("1f1b", num_ranks=2.5, num_microbatches=8), "num_ranks = 2.5"),
+        (lambda: formulas.single_stage_bound(num_ranks=4, num_microbatches=4, live=4), "more than live = 4"),
+        (lambda: formulas.single_stage_bound(num_ranks=4, num_microbatches=8, live=-1), "live = -1: give a whole"),
+        (lambda: formulas.single_stage_bound(num_ranks=4, num_microbatches=8, live=2, comm=NAN), "comm = nan: costs"),
         (lambda: formulas.wave_bubble_bound(4, num_ranks=-1, stages_per_rank=4), "num_ranks = -1: give a whole"),
         (lambda: formulas.wave_bubble_bound(NAN, num_ranks=2, stages_per_rank=4), "live = nan: give a whole number"),
         (lambda: formulas.wave_bubble_bound(4, num_ranks=2, stages_per_rank=0), "stages_per_rank = 0: give a whole"),
+        (lambda: formulas.v_bubble_bound(4, num_ranks=2, unit=-1), "unit = -1: costs are finite"),
+        (lambda: formulas.memory_bubble_bound(NAN, num_ranks=4), "live_fraction = nan: give a finite fraction"),
+        (lambda: formulas.memory_bubble_bound(-0.1, num_ranks=4), "live_fraction = -0.1"),
+        (lambda: formulas.ramp_bound(NAN, num_ranks=2), "busiest = nan: give the seconds"),
+        (lambda: formulas.ramp_bound(1, num_ranks=0), "num_ranks = 0: give a whole"),
+        (lambda: formulas.ramp_bound(1, num_ranks=4, num_routes=3), "num_routes = 3: give 1, or 2"),
         (
             lambda: formulas.full_throughput_memory(forward=0, backward_input=0, backward_weight=0),
             "one of them above 0",
@@ -234,6 +251,62 @@ def test_smallest_number_of_microbatches_of_chimera():
 def test_refused(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("name", sorted(set(BY_NAME) - {"forward_only"}))
+def test_no_schedule_beats_the_lower_bounds(name):
+    """schedules.md, lower bounds: work, ramp, one stage per rank, memory."""
+    for costs in [(1, 1, 1), (2, 3, 1), (1, 2, 2)]:
+        for comm in (0.0, 0.5):
+            p, m = 4, 12
+            found = timeline(name, p, m, costs, comm)
+            placement = found.program.placement
+            v = 1 if placement.num_routes == 2 else found.program.num_stages // p
+            ramp = formulas.ramp_bound(
+                max(found.busy),
+                num_ranks=p,
+                stages_per_rank=v,
+                forward=costs[0],
+                comm=comm,
+                num_routes=placement.num_routes,
+            )
+            assert found.makespan >= ramp - 1e-9
+            live = max(found.peak_activations)
+            if v == 1 and placement.num_routes == 1 and m > live:
+                forward, backward_input, backward_weight = costs
+                assert found.span >= -1e-9 + formulas.single_stage_bound(
+                    num_ranks=p,
+                    num_microbatches=m,
+                    live=live,
+                    forward=forward,
+                    backward_input=backward_input,
+                    backward_weight=backward_weight,
+                    comm=comm,
+                )
+
+
+@pytest.mark.parametrize("name", ["1f1b_overlap", "interleaved_overlap", "dualpipe", "dualpipev"])
+def test_no_schedule_of_fused_pairs_beats_the_ramp(name):
+    """A rank with fewer fused pairs may work longer than the one that starts last."""
+    p, m = 6, 18
+    found = timeline(name, p, m, overlapped=2.4)
+    routes = found.program.placement.num_routes
+    v = 1 if routes == 2 else found.program.num_stages // p
+    last = found.busy[p // 2 - 1 if routes == 2 else p - 1]
+    assert last < max(found.busy)
+    assert found.makespan >= formulas.ramp_bound(last, num_ranks=p, stages_per_rank=v, num_routes=routes) - 1e-9
+
+
+@pytest.mark.parametrize("name", ["v_half", "v_min", "zbv"])
+def test_no_v_beats_the_bounds_of_its_memory(name):
+    """arXiv 2405.15362, section 4; the order for V-Half and V-Min is optimal on four ranks."""
+    for p in (2, 4, 5, 8):
+        found = timeline(name, p, 3 * p, (2, 2, 2))
+        live = max(found.peak_activations)
+        idle = found.span - 3 * p * 6
+        assert idle >= formulas.v_bubble_bound(live, num_ranks=p)
+        assert idle >= formulas.memory_bubble_bound(live / (2 * p), num_ranks=p, forward=2)
+    assert formulas.v_bubble_bound(6, num_ranks=4) == 5
 
 
 def test_memory_for_full_throughput():

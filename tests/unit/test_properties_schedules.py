@@ -79,7 +79,17 @@ def test_what_is_generated_runs(name, data):
     found = simulate(program, CostModel(1, 2, 1.5, comm=0.25))
     assert 0 <= found.bubble_fraction < 1
     assert found.span <= found.makespan
+    if starts_on_every_rank(schedule.placement):
+        routes = schedule.placement.num_routes
+        busy = max(found.busy) if routes == 2 else found.busy[schedule.placement.rank_of(p - 1)]
+        ramp = formulas.ramp_bound(busy, num_ranks=p, comm=0.25, num_routes=routes)
+        assert found.makespan >= ramp - 1e-9
     check_peaks(name, p, m, options, found)
+
+
+def starts_on_every_rank(placement):
+    """Whether the first p stages are on p ranks, which the bound on the ramp asks for."""
+    return placement.num_routes == 2 or len(set(placement.routes[0][: placement.num_ranks])) == placement.num_ranks
 
 
 def check_peaks(name, p, m, options, found):

@@ -98,6 +98,13 @@ def test_time_steps_show_stage_actions_too() -> None:
     assert [str(action) for action in rows[0]] == ["0UNSHARD", "0F0", "0B0", "0REDUCE_GRAD"]
 
 
+def test_chunk_order_is_that_of_make_graphed_callables() -> None:
+    s = fastpipe.make_schedule("interleaved_1f1b", num_ranks=2, num_microbatches=2, stages_per_rank=2)
+    assert s.chunk_order(1) == [1, 1, 2, -2, 2, -2, -1, -1]
+    # W is part of no graph of its own
+    assert hand(["0F0 0I0 0W0"], [0], 1).chunk_order(0) == [1, -1]
+
+
 def test_without_transfers() -> None:
     s = hand(["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"], [0, 1], 1)
     assert [str(rank) for rank in s.without_transfers()] == ["0F0 0B0", "1F0 1B0"]
