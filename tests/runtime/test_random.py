@@ -21,7 +21,11 @@ from tests.unit.planning import random_schedules
 
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 HOW = st.fixed_dictionaries(
-    {"recv_lookahead": st.sampled_from([0, 1, 3, "all"]), "overlap": st.sampled_from(["always", "never"])}
+    {
+        "recv_lookahead": st.sampled_from([0, 1, 3, "all"]),
+        "overlap": st.sampled_from(["always", "never"]),
+        "recompute": st.sampled_from(["none", "none", "full"]),
+    }
 )
 DELAYS = st.sampled_from([0.0, 0.0, 0.0005])
 
