@@ -38,7 +38,7 @@ def batch_digests(request: Request, inputs: Inputs, whole: bool) -> dict[str, li
         whole: checksum all elements, also on a device, which waits for it. Otherwise some thousand elements of every
             CPU tensor, which takes microseconds.
     """
-    given = dict(zip(input_names(request), request.args, strict=True))
+    given = dict(zip(input_names(len(request.args)), request.args, strict=True))
     given |= {name: inputs.kwargs.get(name, v) if isinstance(v, Iterator) else v for name, v in request.kwargs.items()}
     given |= {"target": request.target, "output_grad": request.output_grad}
     found = {}

@@ -56,41 +56,26 @@ def is_list_of_microbatches(value: Any, rule: Rule = 0) -> bool:
     return isinstance(value, Iterator) or (isinstance(value, list) and rule != REPLICATE)
 
 
-def split_argument(value: Any, num_microbatches: int, rules: Rules, key: str | int, name: str) -> list[Any]:
-    """The microbatches of one argument by the user's rules; see `split`.
-
-    A tensor of one row without a rule is shared by all microbatches, as it broadcasts; except the first positional
-    argument, which is the batch.
-    """
-    shares = key != 0 and not has_rule(rules, key)
-    position = key if isinstance(key, int) else None
-    return split(value, num_microbatches, rule_for(rules, key), name, position, shares_single_rows=shares)
+_BATCH = (0, "target", "output_grad")
+"""The arguments that are the batch; of others a tensor of one row is shared by all microbatches, as it broadcasts."""
 
 
-def split(
-    value: Any,
-    num_microbatches: int,
-    rule: Rule,
-    name: str,
-    position: int | None = None,
-    *,
-    shares_single_rows: bool = False,
-) -> list[Any]:
+def split(value: Any, num_microbatches: int, rules: Rules, key: str | int, name: str = "") -> list[Any]:
     """The microbatches of one argument.
 
     Args:
         value: a tensor or a tree of tensors (split along a dimension; the first microbatches get the extra rows), a
             list (one entry per microbatch, unless it is replicated), or an iterator (one item per microbatch). A
             BlockMask of FlexAttention is split along its batch; all share one of a single row.
-        rule: a dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
-        name: in errors.
-        position: of an argument without a name; its key in the rules.
-        shares_single_rows: whether all microbatches share a tensor of one row or no dimension.
+        rules: a dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``, or a dict of them.
+        key: of the argument in the rules: its name or position.
+        name: in errors; default: the key.
 
     Raises:
         ValueError: for a list of another length, an iterator that ends early, or fewer rows than microbatches.
     """
-    key = name if position is None else position
+    rule, name = rule_for(rules, key), name or str(key)
+    shares_single_rows = key not in _BATCH and not has_rule(rules, key)
     if callable(rule):
         found = rule(value, num_microbatches)
         if not isinstance(found, Iterable):
