@@ -71,10 +71,12 @@ from fastpipe.runtime.step.inputs import (
 from fastpipe.runtime.step.microbatch import check_merge_rules
 from fastpipe.runtime.step.programs import Programs
 from fastpipe.runtime.step.result import (
-    LocalOutputs,
+    Outputs,
     StepResult,
     Weights,
+    every_output,
     pack_spans,
+    report_outputs,
     unpack_spans,
     weights_of,
 )
@@ -203,7 +205,7 @@ class Steps:
         self.broken: Failure | None = None
         self._part_of = ""
         self._has_separate_grads = False  # by `StageCopies.before_step` of this step
-        self._outputs = LocalOutputs(())  # of this step
+        self._outputs: Outputs = dict  # of this step
         # the watcher's thread holds this, and must not hold the stages
         self._unblock = partial(_unblock, ranks.mesh_groups, ranks.device_events, ranks.transport)
         control.on_loss(self._unblock)
@@ -552,8 +554,9 @@ class Steps:
             for stage in self.stages:
                 for output in list(stage.work.outputs.values())[:1]:
                     check_merge_rules(output, self.batch.merge_rules)
-            self._outputs = LocalOutputs(self.stages)
-            reply |= self._outputs.report(self.control, self.device, self.ranks.device_events)
+            events = self.ranks.device_events
+            found, self._outputs = report_outputs(self.stages, self.control, self.device, events)
+            reply |= found
         if request.traces:
             reply["spans"] = pack_spans(outcome.spans)
         return reply
@@ -569,7 +572,7 @@ class Steps:
         self._open_warnings = [warn for warn in self._open_warnings if not warn(self.stages)]
 
     def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply], weights: Weights) -> StepResult:
-        outputs = self._outputs.gathered(self.control, self.device, replies)
+        outputs = every_output(self._outputs, self.control, self.device, replies)
         spans = dict(outcome.spans)
         for reply in replies:
             spans.update(unpack_spans(reply.get("spans", {})))
