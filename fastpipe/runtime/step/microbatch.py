@@ -271,37 +271,30 @@ def merge(outputs: Sequence[Any], rules: Rules) -> Any:
     entries of a dict and fields of a NamedTuple or a dataclass registered with pytree, by position to those of a tuple.
     Nested values use the rule of the entry that contains them. Rules are checked by `check_merge_rules`, once a step.
     """
-    first = outputs[0]
-    keys = _keys_of(first)
-    if keys is None:
+    entries = [_entries(output) for output in outputs]
+    if entries[0] is None:
         return _merge_one(list(outputs), rule_for(rules, 0))
-    children = [_children(output) for output in outputs]
-    if any(found.keys() != children[0].keys() for found in children):
+    others = [found or {} for found in entries]
+    if any(found.keys() != entries[0].keys() for found in others):
         raise ValueError(
             "merge: the microbatches' outputs do not have the same entries; use merge=False, or a function"
         )
-    places = zip(children[0], keys, strict=True)
-    merged = [_merge_one([found[place] for found in children], rule_for(rules, key)) for place, key in places]
-    return _rebuilt(first, merged)
+    return _rebuilt(
+        outputs[0], [_merge_one([found[key] for found in others], rule_for(rules, key)) for key in entries[0]]
+    )
 
 
-def _keys_of(output: Any) -> list[Any] | None:
-    """The names or positions of an output's entries; None for a leaf."""
+def _entries(output: Any) -> dict[Any, Any] | None:
+    """The entries of an output by name, as microbatches may have another order, or by position; None for a leaf."""
     if isinstance(output, Mapping):
-        return list(output)
+        return dict(output)
     if isinstance(output, tuple | list):
-        return list(getattr(output, "_fields", range(len(output))))
+        return dict(zip(getattr(output, "_fields", range(len(output))), output, strict=True))
     if pytree.tree_is_leaf(output):
         return None
     pairs, _ = pytree.tree_flatten_with_path(output, is_leaf=lambda value: value is not output)
-    return [getattr(path[0], "name", getattr(path[0], "key", i)) for i, (path, _) in enumerate(pairs)]
-
-
-def _children(output: Any) -> dict[Any, Any]:
-    """The entries by key, as microbatches may have them in another order; by position where there are no keys."""
-    if isinstance(output, Mapping):
-        return dict(output)
-    return dict(enumerate(pytree.tree_leaves(output, is_leaf=lambda value: value is not output)))
+    names = (getattr(path[0], "name", getattr(path[0], "key", i)) for i, (path, _) in enumerate(pairs))
+    return dict(zip(names, (value for _, value in pairs), strict=True))
 
 
 def _rebuilt(like: Any, children: list[Any]) -> Any:
@@ -315,7 +308,7 @@ def check_merge_rules(output: Any, rules: Rules) -> None:
     """Refuse a rule for an output that does not exist."""
     if not isinstance(rules, Mapping):
         return
-    keys = _keys_of(output) or [0]
+    keys = list(_entries(output) or [0])
     unknown = [key for key in rules if key not in keys]
     if unknown:
         raise ValueError(f"merge[{unknown[0]!r}]: the model has no such output; its outputs are {keys}")
@@ -327,7 +320,7 @@ def _merge_one(values: list[Any], rule: Rule) -> Any:
     if rule == REPLICATE:
         return values[0]
     assert isinstance(rule, int), "checked when the Pipeline is built"
-    if _keys_of(values[0]) is not None and all(type(value) is type(values[0]) for value in values):
+    if _entries(values[0]) is not None and all(type(value) is type(values[0]) for value in values):
         return merge(values, rule)
     if not all(isinstance(value, torch.Tensor) for value in values):
         return values
