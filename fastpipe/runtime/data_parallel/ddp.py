@@ -303,9 +303,8 @@ class Reduced:
             for parameter in parameters_of(module).values()
             if parameter is not None and parameter.requires_grad and id(parameter) not in reduced
         ]
-        return self._named(found) if found else []
-
-    def _named(self, found: list[nn.Parameter]) -> list[str]:
+        if not found:
+            return []
         ids = set(map(id, found))
         ignored = self.wrapper.parameters_to_ignore
         names = [name for name, p in self.wrapper.module.named_parameters() if id(p) in ids and name not in ignored]

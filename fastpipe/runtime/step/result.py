@@ -267,11 +267,8 @@ def reduce_metrics(values: Values, count: int, weights: Weights, rules: MetricRu
     unknown = [name for name in rules if name not in by_name] if isinstance(rules, Mapping) and by_name else []
     if unknown:
         raise ValueError(f"metrics[{unknown[0]!r}]: loss_fn returns no such metric; it returns {sorted(by_name)}")
-    return {name: _reduced(name, found, count, weights, _rule_of(rules, name)) for name, found in by_name.items()}
-
-
-def _rule_of(rules: MetricRules, name: str) -> MetricRule:
-    return rules.get(name, "mean") if isinstance(rules, Mapping) else rules
+    rule_of = {name: rules.get(name, "mean") if isinstance(rules, Mapping) else rules for name in by_name}
+    return {name: _reduced(name, found, count, weights, rule_of[name]) for name, found in by_name.items()}
 
 
 def _reduced(name: str, found: Mapping[int, torch.Tensor], count: int, weights: Weights, rule: MetricRule) -> Any:

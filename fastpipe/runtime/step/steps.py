@@ -112,22 +112,21 @@ def update_replicas(control: Control, ranks: LocalRanks, program: Program) -> No
         ValueError: if replicas train different parameters; the other ranks raise StepError.
         FailureError: if another replica does not take part.
     """
+    error: Exception | None = None
     outcome = ranks.run_collectives(program)
-    lost, error = outcome.failure, outcome.error
-    del outcome
-    failure = lost
+    failure = outcome.failure
     try:
-        if failure is None:
-            try:
-                for stage in ranks.all_stages:
-                    renewed = stage.parallel is not None and stage.parallel.reduce_new()
-                    if renewed and stage.grad_dtype is not None:
-                        set_grad_dtype(stage.module, stage.grad_dtype)
-            except Exception as found:  # raised below, after the exchange
-                failure, error = Failure(control.rank, cause_text(found)), found
+        if failure is not None:
+            raise FailureError(failure) from outcome.error
+        for stage in ranks.all_stages:
+            renewed = stage.parallel is not None and stage.parallel.reduce_new()
+            if renewed and stage.grad_dtype is not None:
+                set_grad_dtype(stage.module, stage.grad_dtype)
+    except Exception as found:  # raised below, after the exchange
+        failure, error = failure or Failure(control.rank, cause_text(found)), found
+    del outcome
+    try:
         _, refused = exchange_or_refuse(control, "replicas", {}, failure)
-        if lost is not None:
-            raise FailureError(lost) from error
         if error is not None:
             raise error
     finally:
