@@ -721,7 +721,7 @@ def test_pipelines_of_a_mesh_must_be_in_the_same_modes() -> None:
     inner[0].requires_grad_(True)
     with torch.autocast("cpu", torch.bfloat16, enabled=bool(part)):
         text = said(lambda: pipe.step(x, target=y))
-    assert place in text and "autocast is " in text and "in torch.bfloat16" in text
+    assert f"rank 0 at tp={1 - part}: call" in text and "autocast is " in text and "in torch.bfloat16" in text
     assert bool(pipe.step(x, target=y).loss > 0)
 
 

@@ -390,23 +390,19 @@ class Replicated(DataParallel):
         """Refuse a communication hook whose gradients and buckets would differ in dtype, and contexts in which replicas
         that have no batch expect the collectives of the wrapper's own forward and backward."""
         for wrapper in self.wrapped:
-            if torch_private.is_joined(wrapper):
-                raise ValueError(
-                    f"data_parallel: the DistributedDataParallel of stage {self.stage} was given to Join, where "
-                    "replicas without a batch do not take part in a pipeline's averages; wrap the stage again, and "
-                    "call step equally often in all replicas (with a loss multiplied by 0 where the data has ended)"
-                )
-            if torch_private.has_buffer_hook(wrapper):
-                raise ValueError(
-                    f"data_parallel: the DistributedDataParallel of stage {self.stage} has a communication hook for "
-                    "buffers, which a pipeline does not run; leave it out, and the first replica's buffers are "
-                    "broadcast before each step"
-                )
-            if torch_private.has_comm_hook(wrapper) and any(map(has_grad_dtype, wrapper.module.parameters())):
-                raise ValueError(
-                    f"grad_dtype: the DistributedDataParallel of stage {self.stage} has a communication hook, whose "
-                    "buckets are of the parameters' dtype; leave out one of the two"
-                )
+            has_hook, parameters = torch_private.has_comm_hook(wrapper), wrapper.module.parameters()
+            refused = {
+                "was given to Join, where replicas without a batch do not take part in a pipeline's averages; wrap the "
+                "stage again, and call step equally often in all replicas (with a loss multiplied by 0 where the data "
+                "has ended)": torch_private.is_joined(wrapper),
+                "has a communication hook for buffers, which a pipeline does not run; leave it out, and the first "
+                "replica's buffers are broadcast before each step": torch_private.has_buffer_hook(wrapper),
+                "has a communication hook, whose buckets are of the parameters' dtype; leave out the hook, or "
+                "grad_dtype": has_hook and any(map(has_grad_dtype, parameters)),
+            }
+            for reason, is_found in refused.items():
+                if is_found:
+                    raise ValueError(f"data_parallel: the DistributedDataParallel of stage {self.stage} {reason}")
 
     def unreduced(self) -> list[str]:
         """By wrapper, in the order of a new DistributedDataParallel."""
@@ -469,7 +465,7 @@ class Replicated(DataParallel):
         # first; a SyncBatchNorm has collectives of its own in the backward.
         is_early = self._starts_early and not self._begun and not self.lost()
         if self._reduces and is_early and self._set[0]["require_backward_grad_sync"]:
-            self._early = self._average(self.wrapped[0])
+            self._early = Average(self.wrapped[0], self._reduced[self.wrapped[0]].in_place)
             if not self._early.in_turn:
                 self._early.watch(comes)
 
@@ -483,7 +479,7 @@ class Replicated(DataParallel):
         for wrapper, flags in zip(self.wrapped, self._set, strict=True):
             # no_sync() of the user is respected
             if flags["require_backward_grad_sync"]:
-                average = self._early or self._average(wrapper)
+                average = self._early or Average(wrapper, self._reduced[wrapper].in_place)
                 self._early = None
                 skips = self._skips, self._skips and bool(self._reduced[wrapper].unreduced())
                 try:
@@ -493,9 +489,6 @@ class Replicated(DataParallel):
                     raise
                 self._running.append(average)
         self._took_part = True
-
-    def _average(self, wrapper: DistributedDataParallel) -> Average:
-        return Average(wrapper, self._reduced[wrapper].in_place)
 
     def finish(self, failure: str | None, deadline: float) -> None:
         """Wait for the averages, and copy them into ``.grad``."""

@@ -1,4 +1,4 @@
-"""How a batch is split, weighted and merged; from the arguments of a step to the work of every local stage."""
+"""How a batch is split, weighted and merged; from the arguments of a step to the microbatches of local stages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 
 from fastpipe.runtime.common import is_block_mask, pytree, tensor_leaves, tensors_in
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.model import accepted_names, positional_names, selected
-from fastpipe.runtime.stage import PER_MICROBATCH, Stage, StageWork
+from fastpipe.runtime.model import accepted_names, positional_names
+from fastpipe.runtime.stage import PER_MICROBATCH, Stage
 from fastpipe.runtime.step.microbatch import (
     Counted,
     Rules,
@@ -28,7 +28,7 @@ from fastpipe.runtime.step.microbatch import (
     rule_for,
     split,
 )
-from fastpipe.runtime.step.result import MetricRules, Weights, check_reduction, check_rules, loss_divisors
+from fastpipe.runtime.step.result import MetricRules, check_reduction, check_rules, loss_divisors
 from fastpipe.schedule import Schedule
 
 ROWS, NAMED, RULE, PARTS = "rows", "named", "rule", "parts"
@@ -352,34 +352,3 @@ def _check_history(value: Any, name: str) -> None:
             "one frees it: make its computation a layer of the pipeline, or give cut = x.detach().requires_grad_(), "
             "and after the step call x.backward(cut.grad) where cut.grad is not None"
         )
-
-
-def stage_works(
-    inputs: Inputs,
-    stages: Sequence[Stage],
-    request: Request,
-    weights: Weights,
-    keep_outputs: bool,
-    loss_scale: torch.Tensor | None,
-) -> list[StageWork]:
-    """The work of every local stage.
-
-    Args:
-        weights: of the microbatches, the same on all ranks.
-        loss_scale: multiplies the roots of the backward.
-    """
-    works, count = [], request.num_microbatches
-    for stage in stages:
-        named = selected(inputs.kwargs, stage.accepts)
-        work = StageWork(
-            args=inputs.args if stage.is_first else None,
-            kwargs=[{name: values[i] for name, values in named.items()} for i in range(count)] if named else None,
-            targets=inputs.targets if stage.is_last else None,
-            output_grads=inputs.output_grads if stage.is_last else None,
-            divisors=weights.loss,
-            loss_scale=loss_scale,
-            keep_outputs=keep_outputs,
-            reduces=request.reduces,
-        )
-        works.append(work)
-    return works

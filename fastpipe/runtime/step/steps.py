@@ -47,7 +47,7 @@ from fastpipe.runtime.coordination import (
     prepare_together,
 )
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
-from fastpipe.runtime.model import RestOfModel, StageCopies, Unfilled, flags_of
+from fastpipe.runtime.model import RestOfModel, StageCopies, Unfilled, flags_of, selected
 from fastpipe.runtime.stage import (
     IN_TURNS,
     NoLoss,
@@ -65,7 +65,6 @@ from fastpipe.runtime.step.inputs import (
     Inputs,
     Request,
     signature_of,
-    stage_works,
     take_inputs,
 )
 from fastpipe.runtime.step.microbatch import check_merge_rules
@@ -489,10 +488,20 @@ class Steps:
         return outcome
 
     def _begin(self, inputs: Inputs, weights: Weights, request: Request, number: int, announce: bool) -> None:
-        stages = self.stages
-        works = stage_works(inputs, stages, request, weights, self.batch.keeps_outputs, self.scale_now())
+        loss_scale, count = self.scale_now(), request.num_microbatches
         guards = self.random.begin(request.training, self._flags, self._has_pairs(request))
-        for stage, work in zip(stages, works, strict=True):
+        for stage in self.stages:
+            named = selected(inputs.kwargs, stage.accepts)
+            work = StageWork(
+                args=inputs.args if stage.is_first else None,
+                kwargs=[{name: values[i] for name, values in named.items()} for i in range(count)] if named else None,
+                targets=inputs.targets if stage.is_last else None,
+                output_grads=inputs.output_grads if stage.is_last else None,
+                divisors=weights.loss,
+                loss_scale=loss_scale,
+                keep_outputs=self.batch.keeps_outputs,
+                reduces=request.reduces,
+            )
             stage.begin(work, self.random if guards else None)
             stage.context.step = self.random.step_count
             stage.shaped(number, announce)
