@@ -540,7 +540,7 @@ def save_checkpoint(
         RuntimeError: if the last save in the background failed and its future was not read; if torch's process group
             has been destroyed; if another thread saves, loads or gathers outputs of another pipeline.
     """
-    check_pipe(pipe)
+    check_type(Pipeline, "give it after the path", pipe=pipe)
     optimizers = as_optimizers(optimizer)
     state: dict[str, Any] = {}
     writers: list[_Writer] = []
@@ -578,12 +578,6 @@ def save_checkpoint(
     with _errors_of_dcp(call, pipe, group):
         pipe._steps.all_gather(call, gather, write, shared)
     return started[0] if started else None
-
-
-def check_pipe(pipe: Any) -> None:
-    """Refuse another object, the path for example."""
-    if not isinstance(pipe, Pipeline):
-        raise TypeError(f"pipe is a {type(pipe).__name__}: give the Pipeline, as the second argument, after the path")
 
 
 def _shown(path: Any) -> str:
@@ -781,7 +775,7 @@ def load_checkpoint(
             optimizer and others none.
         StepError: if another rank cannot load.
     """
-    check_pipe(pipe)
+    check_type(Pipeline, "give it after the path", pipe=pipe)
     optimizers = as_optimizers(optimizer)
     names = names_of(pipe)
     state: dict[str, Any] = {}

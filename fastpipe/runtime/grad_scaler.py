@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastpipe.checks import check_counts, check_flags, plain
+from fastpipe.checks import check_counts, check_flags, check_type, plain
 from fastpipe.runtime.common import by_mesh
 from fastpipe.runtime.coordination import Reply
 from fastpipe.runtime.pipeline import Pipeline
@@ -50,8 +50,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        if not isinstance(pipe, Pipeline):
-            raise TypeError(f"pipe is of type {type(pipe).__name__}: give the Pipeline whose steps are to be scaled")
+        check_type(Pipeline, pipe=pipe)
         check_flags(enabled=enabled)
         for name, value, least, most in (
             ("init_scale", init_scale, 0.0, math.inf),

@@ -49,7 +49,6 @@ from fastpipe.checks import as_path, check_type, is_whole
 from fastpipe.runtime.checkpoint import (
     as_optimizers,
     check_all_optimize,
-    check_pipe,
     check_processes,
     flat_state,
     load_checkpoint,
@@ -126,7 +125,7 @@ class MemoryCheckpoint:
         name: str | None = None,
         folder: str | os.PathLike[str] = torch_private.MEMORY_FOLDER,
     ) -> None:
-        check_pipe(pipe)
+        check_type(Pipeline, pipe=pipe)
         self._pipe, self._optimizers = pipe, as_optimizers(optimizer)
         self._group: Any = None
         self._purpose = ""  # of the group, known when the ranks have named the job

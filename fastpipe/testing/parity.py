@@ -244,8 +244,7 @@ def check_parity(
         ValueError: if no rank has the model, if it lacks parameters of the pipeline, or without a loss.
         StepError: if another rank could not take part.
     """
-    if not hasattr(pipe, "step"):
-        raise TypeError(f"pipe is a {type(pipe).__name__}: give a Pipeline")
+    check_type(Pipeline, pipe=pipe)
     if isinstance(model, str) or not isinstance(model, nn.Module | Sequence | None):
         raise TypeError(f"model is a {type(model).__name__}: give the unsplit model, or the list of its layers")
     check_type(Mapping | None, kwargs=kwargs)

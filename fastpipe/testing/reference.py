@@ -57,11 +57,10 @@ from fastpipe.runtime.step import (
     added_by_name,
     by_microbatch,
     count_rows,
+    input_names,
     loss_divisors,
     reduce_metrics,
-    rule_for,
     split,
-    split_argument,
     weights_of,
 )
 from fastpipe.schedule import Schedule
@@ -231,10 +230,11 @@ def reference_step(
         set_grad_dtype(model, grad_dtype)
     inputs, target = batch
     given, count = as_inputs((inputs,)), schedule.num_microbatches
-    columns = [split_argument(value, count, split_rules, i, f"input {i}") for i, value in enumerate(given)]
+    names = input_names(len(given))
+    columns = [split(value, count, split_rules, i, names[i]) for i, value in enumerate(given)]
     args = by_microbatch(columns, count)
-    named = {name: split_argument(value, count, split_rules, name, name) for name, value in (kwargs or {}).items()}
-    targets = None if loss_fn is None else split(target, count, rule_for(split_rules, "target"), "target")
+    named = {name: split(value, count, split_rules, name) for name, value in (kwargs or {}).items()}
+    targets = None if loss_fn is None else split(target, count, split_rules, "target")
     counted = count_rows(targets, columns, named, split_rules)
     divided = loss_divisors(loss_reduction, None, targets, count) if callable(loss_reduction) else None
     weights = weights_of(loss_reduction, divided, None if counted is None else counted[1], count)

@@ -629,7 +629,7 @@ def test_an_unchanged_buffer_is_copied_once() -> None:
     assert [float(count) for count in counts] == [0, 1, 1, 2]
     assert counts[1] is counts[2] and len(set(map(id, scales))) == 1
     again = Repetition(copy, record, [0, 1], Generators(CPU))
-    again.forward([0, 1])
+    again.compute([0, 1], ())
     assert again.results() == recorder.results
 
 

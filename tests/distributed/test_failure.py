@@ -123,7 +123,7 @@ def fail_outside(place: str, executor: str, transport: str) -> dict[str, Any]:
         pipe.step(x, target=y)
     owner, name = {
         "before_step": (pipe._steps.copies, "before_step"),
-        "stage_works": (steps, "stage_works"),
+        "work": (steps, "StageWork"),
         "report": (pipe._steps, "_report"),
         "metric": (pipe._steps, "_report"),
         "after_step": (pipe._steps.copies, "after_step"),
@@ -140,7 +140,7 @@ def fail_outside(place: str, executor: str, transport: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("place", "executor", "transport"),
-    [(place, *WAYS[number % 3]) for number, place in enumerate(["before_step", "stage_works", "report"])]
+    [(place, *WAYS[number % 3]) for number, place in enumerate(["before_step", "work", "report"])]
     + [("metric", *WAYS[0]), ("metric", *WAYS[2]), ("after_step", *WAYS[1])],
     indirect=["executor"],
 )

@@ -621,7 +621,8 @@ def test_pipelines_of_a_mesh_must_be_the_same() -> None:
         said(lambda: built(recompute=lambda stage, _: "layers" if part and stage == 1 else "none")),
         said(lambda: built("dualpipev", overlap=("auto", "never")[part])),
     ):
-        assert "the pipelines of the mesh are not the same" in text and place in text, text
+        assert "the ranks do not build the same pipeline" in text and place in text, text
+        assert "every rank of the mesh, whose stages share collectives" in text, text
     pipe = built()
     sizes = {"num_ranks": 2, "num_microbatches": MICROBATCHES, "stages_per_rank": 2}
     (x, y), (other, _) = batch(0), batch(1)
@@ -669,7 +670,7 @@ def test_ranks_that_share_activations_draw_the_same_numbers(name: str) -> None:
 
     if name == "tensor":
         text = said(lambda: built(seed=part))
-        assert f"initial_seed(), is {part} here and {1 - part} at tensor={1 - part}" in text, text
+        assert f"initial_seed(), is {part} on ranks [0, 1], {1 - part} on ranks [0 at tensor={1 - part}, " in text, text
         x, y = batch(part)
         text = said(lambda: built(seed=2).step(x, target=y))
         assert "has other values on ranks [0 at tensor=" in text and "or a name that begins with 'dp'" in text, text
@@ -721,7 +722,7 @@ def test_pipelines_of_a_mesh_must_be_in_the_same_modes() -> None:
     inner[0].requires_grad_(True)
     with torch.autocast("cpu", torch.bfloat16, enabled=bool(part)):
         text = said(lambda: pipe.step(x, target=y))
-    assert place in text and "autocast is " in text and "in torch.bfloat16" in text
+    assert f"rank 0 at tp={1 - part}: call" in text and "autocast is " in text and "in torch.bfloat16" in text
     assert bool(pipe.step(x, target=y).loss > 0)
 
 

@@ -301,12 +301,12 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
     "a second input of another length": (
         {},
         lambda p: p.step(X, torch.ones(7, 1), target=Y),
-        "input 1 has 7 rows .* but the input has 9.*split=.*'replicate'",
+        "input 1 has 7 rows .* but input 0 has 9.*split=.*'replicate'",
     ),
     "a further input of fewer rows": (
         {"num_microbatches": 3},
         lambda p: p.step(X, torch.ones(3, 1), target=Y),
-        "input 1 has 3 rows .* but the input has 9.*split=.*'replicate'",
+        "input 1 has 3 rows .* but input 0 has 9.*split=.*'replicate'",
     ),
     "a leaf of another length": (
         {"loss_fn": lambda o, t: squared(o, t["y"])},

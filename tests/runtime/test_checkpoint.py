@@ -686,7 +686,7 @@ def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
 def test_a_path_that_is_none_and_arguments_in_another_order(tmp_path: Path) -> None:
     pipe = Pipeline([nn.Linear(2, 2)], "1f1b", 1, num_ranks=1)
     for call in (save_checkpoint, load_checkpoint):
-        with pytest.raises(TypeError, match="pipe is a .*Path: give the Pipeline, as the second argument"):
+        with pytest.raises(TypeError, match="pipe: expected a Pipeline, found .*Path; give it after the path"):
             call(pipe, tmp_path)  # type: ignore[operator]
         with pytest.raises(TypeError, match="path = None: give the path of a folder"):
             call(None, pipe)  # type: ignore[operator]

@@ -309,7 +309,7 @@ def with_halves_of_bytes(folder: Path) -> None:
         (lambda folder: make(folder)[2].save(torch.eye(2).as_subclass(Sub)), r"^extra has a tests\..*\.Sub, which"),
         (with_a_state_of_its_own_class, r"^optimizer, '.*\.momentum', has a tests\..*\.Sub, which is not copied"),
         (lambda folder: make(folder)[2].save(Level.LOW), r"^extra has a tests\..*\.Level, which is not copied"),
-        (lambda folder: MemoryCheckpoint(folder), "pipe is a .*Path: give the Pipeline"),  # type: ignore[arg-type]
+        (lambda folder: MemoryCheckpoint(folder), "pipe: expected a Pipeline, found .*Path"),  # type: ignore[arg-type]
         (
             lambda folder: MemoryCheckpoint(pipeline("1f1b", 2), name=5, folder=folder),  # type: ignore[arg-type]
             "name: expected a str or None, found int",

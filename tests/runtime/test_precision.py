@@ -227,5 +227,5 @@ def test_a_scaler_before_the_first_step() -> None:
 
 
 def test_a_scaler_of_no_pipeline_is_refused() -> None:
-    with pytest.raises(TypeError, match="pipe is of type Linear: give the Pipeline"):
+    with pytest.raises(TypeError, match="pipe: expected a Pipeline, found Linear"):
         GradScaler(nn.Linear(4, 4))  # type: ignore[arg-type]

@@ -3,14 +3,12 @@
 import json
 import pickle
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fastpipe
-from fastpipe.runtime.stage import StageWork
-from fastpipe.runtime.step.result import LocalOutputs, StepResult, Values, pack, to_host, unpack
+from fastpipe.runtime.step.result import StepResult, Values, pack, packed_later, to_host, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -94,18 +92,17 @@ class Event:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_what_a_device_computes_is_waited_for_when_it_is_read(lost: bool) -> None:
-    event, work = Event(lost), StageWork(losses={0: torch.tensor(1.5), 1: torch.tensor(2.5)})
-    outputs = LocalOutputs([SimpleNamespace(index=1, work=work)])  # type: ignore[list-item]
-    outputs.start_copies(torch.device("cpu"), SimpleNamespace(make=lambda device: event))  # type: ignore[arg-type]
-    assert outputs and event.waits == 0
+    event, losses = Event(lost), as_losses({0: torch.tensor(1.5), 1: torch.tensor(2.5)})
+    outputs = packed_later({"losses": losses}, lambda: event)  # type: ignore[arg-type,return-value]
+    program = fastpipe.lower(fastpipe.make_schedule("gpipe", num_ranks=1, num_microbatches=2))
+    result = StepResult([outputs], None, None, program, {})
+    assert event.waits == 0
     if lost:
         with pytest.raises(fastpipe.StepError, match="never came"):
             outputs()
         with pytest.raises(fastpipe.StepError, match="never came"):
-            pickle.dumps(outputs)
+            pickle.dumps(result)
         return
-    again = pickle.loads(pickle.dumps(outputs))
-    assert again() == outputs() and event.waits == 1
-    losses = unpack([json.loads(json.dumps(outputs()["losses"]))])
-    assert {i: loss.item() for i, ((_, loss),) in losses[1].items()} == {0: 1.5, 1: 2.5}
-    assert not LocalOutputs([SimpleNamespace(index=1, work=StageWork())])  # type: ignore[list-item]
+    again = pickle.loads(pickle.dumps(result))
+    assert again.losses == result.losses == [1.5, 2.5] and event.waits == 1
+    assert list(unpack([json.loads(json.dumps(outputs()["losses"]))])) == [1]

@@ -771,7 +771,7 @@ PRIVATE = (
         "a bucket's average at any time",
         _REPLICATED,
     ),
-    Private("torch.distributed.GradBucket", "buffer set_buffer gradients parameters", "the same", _REPLICATED),
+    Private("torch.distributed.GradBucket", "buffer parameters", "the same", _REPLICATED),
     Private("torch.distributed.utils", "_sync_module_states", "new parameters", _REPLICATED),
     Private("torch.distributed._composable.replicate", "DDP", "replicate(), to be refused", "its refusal"),
     Private("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "FSDP's state of a module", _SHARDED),

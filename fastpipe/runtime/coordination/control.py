@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -216,8 +216,7 @@ def agree(
         del error  # breaks the cycle of exception and frame
     if refused is not None:
         raise refused.error(_NOT_BUILT)
-    _check_same_arguments(replies)
-    _check_mesh(control.pipeline, replies)
+    _check_same(control.pipeline, replies)
     return made, replies
 
 
@@ -289,50 +288,43 @@ def _failure(control: Control, error: BaseException) -> Failure:
     return Failure(None if known is None else known.rank, first_line(error), is_fatal=True)
 
 
-def _check_same_arguments(replies: Sequence[Reply]) -> None:
-    given = [reply["arguments"] for reply in replies]
-    for name in dict.fromkeys(name for values in given for name in values):
-        ranks: dict[str, list[int]] = {}
-        for rank, values in enumerate(given):
-            ranks.setdefault(values.get(name, "the default"), []).append(rank)
-        if len(ranks) > 1:
-            found = ", ".join(f"{value} on ranks {having}" for value, having in ranks.items())
-            if name == "program":  # a digest, of what only the schedule decides
-                name, found = "schedule", f"its actions have another order on each of {list(ranks.values())}"
-            raise ValueError(f"{name}: the ranks do not build the same pipeline: {found}; pass the same on every rank")
-    seeds = [reply["seed"] for reply in replies]
-    if len(set(seeds)) > 1:
-        listed = ", ".join(f"{'none' if seed is None else seed} on rank {rank}" for rank, seed in enumerate(seeds))
-        raise ValueError(
-            f"rng = 'per_microbatch': the seed, torch.initial_seed(), is {listed}; pass the same rng on every rank, "
-            "and call torch.manual_seed with the same number before"
-        )
-
-
 def sharing_batch(pipeline: str) -> str:
     """The place in ``cp`` and ``ep``: pipelines that differ in others only (``tp``, say) get the same batch."""
     return ", ".join(part for part in pipeline.split(", ") if part.startswith(("cp=", "ep=")))
 
 
-def _check_mesh(here: str, replies: Replies) -> None:
-    """Refuse pipelines of a mesh that differ: collectives within their stages would not match."""
-    for number, reply in enumerate(replies.elsewhere):
-        same_rank = replies[number % len(replies)]
-        own, theirs = (found["arguments"] | found.get("own", {}) for found in (same_rank, reply))
-        pipeline = reply["pipeline"]
-        if sharing_batch(pipeline) == sharing_batch(here) and reply["seed"] != same_rank["seed"]:
-            raise ValueError(
-                f"rng = 'per_microbatch': the seed, torch.initial_seed(), is {same_rank['seed']} here and "
-                f"{reply['seed']} at {pipeline}, whose activations are the same: pass the same rng there, and "
-                "call torch.manual_seed with the same number before"
-            )
-        for name in dict.fromkeys([*own, *theirs]):
-            if own.get(name) == theirs.get(name):
-                continue
-            what, found = name, f"{own.get(name, 'the default')} here, {theirs.get(name, 'the default')} at {pipeline}"
+def _check_same(here: str, replies: Replies) -> None:
+    """Refuse ranks that build other pipelines; those of a mesh must be the same, as their stages share collectives."""
+    places, size = list(replies.by_place.items()), len(replies)
+    same_rank = [places[rank::size] for rank in range(size)]
+    compared = [{place: reply["arguments"] for place, reply in places}]
+    compared += [{place: reply.get("own", {}) for place, reply in of_rank} for of_rank in same_rank]
+    for given in compared:
+        for name in dict.fromkeys(name for values in given.values() for name in values):
+            ranks = _ranks_by_value({place: values.get(name, "the default") for place, values in given.items()})
+            what, found = name, _text_of(ranks)
             if name == "program":  # a digest, of what only the schedule decides
-                what, found = "schedule", f"its actions have another order at {pipeline}"
-            raise ValueError(
-                f"{what}: the pipelines of the mesh are not the same: {found}; their stages share collectives, so pass "
-                "the same on every rank"
-            )
+                what, found = "schedule", f"its actions have another order on each of [{', '.join(ranks.values())}]"
+            if len(ranks) > 1:
+                mesh = " of the mesh, whose stages share collectives" if here else ""
+                raise ValueError(
+                    f"{what}: the ranks do not build the same pipeline: {found}; pass the same on every rank{mesh}"
+                )
+    sharing = [(place, r) for place, r in places if sharing_batch(r.get("pipeline", here)) == sharing_batch(here)]
+    seeds = _ranks_by_value({place: "none" if r["seed"] is None else r["seed"] for place, r in sharing})
+    if len(seeds) > 1:
+        raise ValueError(
+            f"rng = 'per_microbatch': the seed, torch.initial_seed(), is {_text_of(seeds)}; pass the same rng on every "
+            "rank, and call torch.manual_seed with the same number before"
+        )
+
+
+def _ranks_by_value(values: Mapping[str, Any]) -> dict[Any, str]:
+    ranks: dict[Any, list[str]] = {}
+    for place, value in values.items():
+        ranks.setdefault(value, []).append(place)
+    return {value: f"[{', '.join(having)}]" for value, having in ranks.items()}
+
+
+def _text_of(ranks: Mapping[Any, str]) -> str:
+    return ", ".join(f"{value} on ranks {having}" for value, having in ranks.items())

@@ -8,6 +8,7 @@ stays there as long as a process may read it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import queue
 import threading
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict
+from functools import cache, partial
 from typing import Any
 
 from fastpipe.errors import StepError
@@ -42,31 +44,6 @@ Ready = Callable[[], Contents]
 """Waits for the device and returns its results; raises StepError if they are invalid."""
 
 
-class DeferredResult:
-    """The result of one step on another process; calling it reads it."""
-
-    def __init__(self, results: DeferredResults, step: int, rank: int) -> None:
-        self.step = step
-        self._results = results
-        self._rank = rank
-        self._found: Contents | None = None
-
-    @property
-    def is_read(self) -> bool:
-        """Whether it has been received."""
-        return self._found is not None
-
-    def __call__(self) -> Contents:
-        """Wait for the result.
-
-        Raises:
-            StepError: if it does not arrive.
-        """
-        if self._found is None:
-            self._found = self._results.fetch(self.step, self._rank)
-        return self._found
-
-
 class DeferredResults:
     """The deferred results of one process.
 
@@ -82,7 +59,8 @@ class DeferredResults:
         self.rank = rank
         self.timeout = timeout
         self._dead = dead
-        self._given_out: weakref.WeakSet[DeferredResult] = weakref.WeakSet()
+        self._given_out: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """The steps of results, by the cached function that reads each."""
         self._reading: Any = None
         self._posted: list[int] = []
         self._jobs: queue.SimpleQueue[tuple[int, Ready | None] | None] = queue.SimpleQueue()
@@ -97,18 +75,18 @@ class DeferredResults:
         self._posted.append(step)
         self._jobs.put((step, ready))
 
-    def result(self, step: int, rank: int) -> DeferredResult:
-        """The result that another process has announced."""
+    def result(self, step: int, rank: int) -> Callable[[], Contents]:
+        """A function that waits for the result that another process has announced, and keeps it; see `fetch`."""
         if self._reading is None:
             # connect now: once the store is gone, connecting takes minutes
             self._reading = cloned(self.store, self.timeout)
-        result = DeferredResult(self, step, rank)
-        self._given_out.add(result)
-        return result
+        read = cache(partial(self.fetch, step, rank))
+        self._given_out[read] = step
+        return read
 
     def wanted(self) -> int | None:
         """The first step whose result this process may still read."""
-        return min((result.step for result in self._given_out if not result.is_read), default=None)
+        return min((step for read, step in self._given_out.items() if not read.cache_info().currsize), default=None)
 
     def forget(self, step: int, wanted: Sequence[int | None]) -> None:
         """Delete the results that no process will read.
@@ -145,17 +123,24 @@ class DeferredResults:
             raise Failure(**found[_LOST]).error()
         return found
 
-    def _read(self, key: str, rank: int) -> str:
-        """Wait for a key and read it. The store may have stopped answering, so another thread asks it.
+    def _read(self, key: str, rank: int) -> bytes:
+        """Wait for a key, while its sender runs, and read it. Another thread asks the store, which may not answer.
 
         Raises:
             RuntimeError: on a timeout, or if the store is gone.
             StepError: if the sender has exited.
         """
 
-        def read() -> str:
-            self._await(key, rank)
-            return bytes(self._reading.get(key)).decode()
+        def read() -> bytes:
+            for pause in itertools.chain(pauses(self.timeout), [0]):
+                # before the key is checked: the sender may write the key and exit in between
+                ended = next((failure for failure in self._dead() if failure.rank == rank), None)
+                if self._reading.check([key]):
+                    return bytes(self._reading.get(key))
+                if ended is not None:
+                    raise ended.error()
+                time.sleep(pause)
+            raise RuntimeError("it is not in the store")
 
         answer = call_in_thread(read, "fastpipe-fetch")
         until = time.monotonic() + self.timeout + _LATE_SECONDS
@@ -165,24 +150,6 @@ class DeferredResults:
             if time.monotonic() > until:
                 raise RuntimeError("the store does not answer")
         return answer.result()
-
-    def _await(self, key: str, rank: int) -> None:
-        """Wait until a key exists, while its sender runs.
-
-        Raises:
-            RuntimeError: on a timeout, or if the store is gone.
-            StepError: if the sender has exited.
-        """
-        for pause in pauses(self.timeout):
-            # read before the key is checked: the sender may write the key and exit in between
-            ended = next((failure for failure in self._dead() if failure.rank == rank), None)
-            if self._reading.check([key]):
-                return
-            if ended is not None:
-                raise ended.error()
-            time.sleep(pause)
-        if not self._reading.check([key]):
-            raise RuntimeError("it is not in the store")
 
     def close(self) -> None:
         """Send what is pending and end the thread; a thread blocked on a hung device is abandoned."""

@@ -280,10 +280,6 @@ class Processes(Control):
         self._local_peers.close()
 
 
-def _ignore(failure: Failure) -> None:
-    """Do nothing."""
-
-
 class Watcher:
     """The watcher thread, and the failures in the store.
 
@@ -303,7 +299,7 @@ class Watcher:
         self.local_peers = local_peers
         self.lifeline = lifeline
         self.polls = True
-        self.on_loss: Callable[[Failure], None] = _ignore
+        self.on_loss: OnFailure | None = None
         self.step = 0
         self._on_failure: OnFailure | None = None
         self.published: list[int] = []
@@ -378,13 +374,14 @@ class Watcher:
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
         # both belong to the steps, which hold the control: without this cycle a dropped pipeline is freed at once
-        self.on_loss, self._on_failure = _ignore, None
+        self.on_loss = self._on_failure = None
 
     def _watch(self, store: Any) -> None:
         poll = self._poll()
         looking = False
         while True:
-            ready = poll.poll(self._milliseconds(looking))
+            beats = 1000 * BEAT_SECONDS if self.lifeline.descriptors else None
+            ready = poll.poll(1000 * POLL_SECONDS if looking else beats)
             self.lifeline.beat()
             for descriptor, _ in ready:
                 if descriptor != self.local_peers.wakeup.fileno():
@@ -404,9 +401,10 @@ class Watcher:
                 return
 
     def _report_losses(self) -> None:
-        for failure in self.causes:
-            with logged("to unblock what waits for a lost rank"):
-                self.on_loss(failure)
+        if (on_loss := self.on_loss) is not None:
+            for failure in self.causes:
+                with logged("to unblock what waits for a lost rank"):
+                    on_loss(failure)
 
     def _poll(self) -> select.poll:
         poll = select.poll()
@@ -416,12 +414,6 @@ class Watcher:
         for connection in self.lifeline.descriptors:
             poll.register(connection, HANGUP)
         return poll
-
-    def _milliseconds(self, looking: bool) -> float | None:
-        """Milliseconds to sleep; None for no limit."""
-        if looking:
-            return 1000 * POLL_SECONDS
-        return 1000 * BEAT_SECONDS if self.lifeline.descriptors else None
 
     def _look(self, store: Any, step: int) -> bool:
         """Report the failures of a step; returns False if the store is gone."""

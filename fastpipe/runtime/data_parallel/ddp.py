@@ -49,31 +49,6 @@ from fastpipe.runtime.common import (
 from fastpipe.runtime.data_parallel.interface import DataParallel, same_text, wait_for
 
 
-class FlatBucket:
-    """A bucket for gradients whose dtype differs from their parameters'; the reducer's buckets have the parameters'
-    dtype.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        sizes = [parameter.numel() for parameter in self._parameters]
-        first = self._parameters[0]
-        self._buffer = torch.zeros(sum(sizes), dtype=grad_dtype_of(first), device=first.device)
-
-    def buffer(self) -> torch.Tensor:
-        """The whole bucket."""
-        return self._buffer
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace the bucket by its average."""
-        self._buffer = buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Each parameter's part, in its shape."""
-        parts = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
-
-
 class Average:
     """The average of one step.
 
@@ -83,6 +58,7 @@ class Average:
     Attributes:
         error: what the user's communication hook raised after its collective, if anything.
         in_turn: whether each bucket waits for the one before.
+        buckets: the reducer's; tensors if gradients have another dtype than their parameters, as the reducer's do not.
 
     By `finish`, from the reports of all replicas:
 
@@ -95,13 +71,15 @@ class Average:
 
     def __init__(self, wrapper: Any, in_place: Callable[[nn.Parameter], nn.Parameter]) -> None:
         self.wrapper = wrapper
-        self.buckets: Sequence[Any] = torch_private.buckets_of(wrapper)
+        self.buckets: list[Any] = torch_private.buckets_of(wrapper)
         self.parameters = [[in_place(parameter) for parameter in bucket.parameters()] for bucket in self.buckets]
-        self._flat = any(map(has_grad_dtype, wrapper.module.parameters()))
-        if self._flat:
-            self.buckets = [FlatBucket(parameters) for parameters in self.parameters]
+        if any(map(has_grad_dtype, wrapper.module.parameters())):
+            self.buckets = [
+                torch.zeros(sum(p.numel() for p in own), dtype=grad_dtype_of(own[0]), device=own[0].device)
+                for own in self.parameters
+            ]
         self._has_hook = torch_private.has_comm_hook(wrapper)
-        self.in_turn = self._has_hook and self.buckets[0].buffer().device.type == "cpu"
+        self.in_turn = self._has_hook and self._buffer(0).device.type == "cpu"
         self._failed = False
         # as the reducer: a hook gets unscaled gradients, without a hook they are divided and then summed
         self.factor = 1.0 if self._has_hook else 1.0 / wrapper.process_group.size()
@@ -146,16 +124,27 @@ class Average:
         self._futures.append(self._run(self.buckets[number]))
 
     def _run(self, bucket: Any) -> Any:
-        if not self._flat:
+        if not isinstance(bucket, torch.Tensor):
             return torch_private.run_comm_hook(self.wrapper, bucket)
-        return dist.all_reduce(bucket.buffer(), group=self.wrapper.process_group, async_op=True).get_future()
+        return dist.all_reduce(bucket, group=self.wrapper.process_group, async_op=True).get_future()
+
+    def _buffer(self, number: int) -> torch.Tensor:
+        bucket = self.buckets[number]
+        return bucket if isinstance(bucket, torch.Tensor) else bucket.buffer()
+
+    def _views(self, number: int, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's part of a bucket's buffer, in its shape."""
+        parameters = self.parameters[number]
+        parts = torch.split(buffer, [parameter.numel() for parameter in parameters])
+        return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
     def _fill(self, number: int) -> None:
         # a tied weight's alias has another stream than the reducer's parameters
         for stream in self._streams:
             torch.accelerator.current_stream(stream.device).wait_stream(stream)
         with torch.no_grad():
-            for parameter, view in zip(self.parameters[number], self.buckets[number].gradients(), strict=True):
+            views = self._views(number, self._buffer(number))
+            for parameter, view in zip(self.parameters[number], views, strict=True):
                 if parameter.grad is not None and self.factor == 1.0:
                     view.copy_(parameter.grad)
                 elif parameter.grad is not None:
@@ -180,9 +169,8 @@ class Average:
             self._start(failed=failed)
         again = [int(number < early and self._changed(number)) for number in range(len(self.buckets))]
         used = [int(p.grad is not None and not failed) for parameters in self.parameters for p in parameters]
-        device = self.buckets[0].buffer().device
         status = [int(failed), *map(int, skips), *marks, *again, *used]
-        self.status = torch.tensor(status, dtype=torch.int64, device=device)
+        self.status = torch.tensor(status, dtype=torch.int64, device=self._buffer(0).device)
         self._reported = None if self._has_hook else self._report()  # a hook may still raise: see `end_hooks`
 
     def _report(self) -> Any:
@@ -244,16 +232,13 @@ class Average:
                     parameter.grad = zero_grad_of(parameter) if parameter.grad is None else parameter.grad
                     parameter.grad.copy_(average)
 
-    def _average(self, number: int, wait: Callable[[Any], Any], *, repeat: bool) -> Sequence[torch.Tensor]:
-        bucket = self.buckets[number]
+    def _average(self, number: int, wait: Callable[[Any], Any], *, repeat: bool) -> list[torch.Tensor]:
         result = wait(self._futures[number])
         if repeat:
-            bucket.buffer().zero_()
+            self._buffer(number).zero_()
             self._fill(number)
-            result = wait(self._run(bucket))
-        bucket.set_buffer(result[0] if isinstance(result, list | tuple) else result)
-        gradients: Sequence[torch.Tensor] = bucket.gradients()
-        return gradients
+            result = wait(self._run(self.buckets[number]))
+        return self._views(number, result[0] if isinstance(result, list | tuple) else result)
 
 
 class Reduced:
@@ -318,9 +303,8 @@ class Reduced:
             for parameter in parameters_of(module).values()
             if parameter is not None and parameter.requires_grad and id(parameter) not in reduced
         ]
-        return self._named(found) if found else []
-
-    def _named(self, found: list[nn.Parameter]) -> list[str]:
+        if not found:
+            return []
         ids = set(map(id, found))
         ignored = self.wrapper.parameters_to_ignore
         names = [name for name, p in self.wrapper.module.named_parameters() if id(p) in ids and name not in ignored]
@@ -406,23 +390,19 @@ class Replicated(DataParallel):
         """Refuse a communication hook whose gradients and buckets would differ in dtype, and contexts in which replicas
         that have no batch expect the collectives of the wrapper's own forward and backward."""
         for wrapper in self.wrapped:
-            if torch_private.is_joined(wrapper):
-                raise ValueError(
-                    f"data_parallel: the DistributedDataParallel of stage {self.stage} was given to Join, where "
-                    "replicas without a batch do not take part in a pipeline's averages; wrap the stage again, and "
-                    "call step equally often in all replicas (with a loss multiplied by 0 where the data has ended)"
-                )
-            if torch_private.has_buffer_hook(wrapper):
-                raise ValueError(
-                    f"data_parallel: the DistributedDataParallel of stage {self.stage} has a communication hook for "
-                    "buffers, which a pipeline does not run; leave it out, and the first replica's buffers are "
-                    "broadcast before each step"
-                )
-            if torch_private.has_comm_hook(wrapper) and any(map(has_grad_dtype, wrapper.module.parameters())):
-                raise ValueError(
-                    f"grad_dtype: the DistributedDataParallel of stage {self.stage} has a communication hook, whose "
-                    "buckets are of the parameters' dtype; leave out one of the two"
-                )
+            has_hook, parameters = torch_private.has_comm_hook(wrapper), wrapper.module.parameters()
+            refused = {
+                "was given to Join, where replicas without a batch do not take part in a pipeline's averages; wrap the "
+                "stage again, and call step equally often in all replicas (with a loss multiplied by 0 where the data "
+                "has ended)": torch_private.is_joined(wrapper),
+                "has a communication hook for buffers, which a pipeline does not run; leave it out, and the first "
+                "replica's buffers are broadcast before each step": torch_private.has_buffer_hook(wrapper),
+                "has a communication hook, whose buckets are of the parameters' dtype; leave out the hook, or "
+                "grad_dtype": has_hook and any(map(has_grad_dtype, parameters)),
+            }
+            for reason, is_found in refused.items():
+                if is_found:
+                    raise ValueError(f"data_parallel: the DistributedDataParallel of stage {self.stage} {reason}")
 
     def unreduced(self) -> list[str]:
         """By wrapper, in the order of a new DistributedDataParallel."""
@@ -485,7 +465,7 @@ class Replicated(DataParallel):
         # first; a SyncBatchNorm has collectives of its own in the backward.
         is_early = self._starts_early and not self._begun and not self.lost()
         if self._reduces and is_early and self._set[0]["require_backward_grad_sync"]:
-            self._early = self._average(self.wrapped[0])
+            self._early = Average(self.wrapped[0], self._reduced[self.wrapped[0]].in_place)
             if not self._early.in_turn:
                 self._early.watch(comes)
 
@@ -499,7 +479,7 @@ class Replicated(DataParallel):
         for wrapper, flags in zip(self.wrapped, self._set, strict=True):
             # no_sync() of the user is respected
             if flags["require_backward_grad_sync"]:
-                average = self._early or self._average(wrapper)
+                average = self._early or Average(wrapper, self._reduced[wrapper].in_place)
                 self._early = None
                 skips = self._skips, self._skips and bool(self._reduced[wrapper].unreduced())
                 try:
@@ -509,9 +489,6 @@ class Replicated(DataParallel):
                     raise
                 self._running.append(average)
         self._took_part = True
-
-    def _average(self, wrapper: DistributedDataParallel) -> Average:
-        return Average(wrapper, self._reduced[wrapper].in_place)
 
     def finish(self, failure: str | None, deadline: float) -> None:
         """Wait for the averages, and copy them into ``.grad``."""

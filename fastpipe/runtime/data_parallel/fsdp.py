@@ -111,9 +111,8 @@ class Sharded(DataParallel):
         found = [
             (module, name)
             for module in self._inner()
-            if module not in self._known or not self._known[module].issuperset(parameters_of(module))
             for name, parameter in parameters_of(module).items()
-            if parameter is not None and parameter.requires_grad and name not in self._known.get(module, ())
+            if name not in self._known.get(module, ()) and parameter is not None and parameter.requires_grad
         ]
         if found:
             names = [f"{name} of a {type(module).__name__}" for module, name in found]

@@ -153,7 +153,7 @@ class DataParallel(ABC):
 
     def processes(self) -> list[int]:
         """The processes that it meets in its groups, and this one."""
-        return sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
+        return sorted([*others_in(self.groups), dist.get_rank()])
 
     def averages(self) -> list[list[int]]:
         """For each group of parameters that is reduced together, the processes with a replica or a shard of them."""

@@ -15,13 +15,11 @@ from fastpipe.runtime.step.audit import (
     why_not_reproducible,
 )
 from fastpipe.runtime.step.clip import GradNorms, Norm, clip_grad_norm
-from fastpipe.runtime.step.inputs import BatchArguments, Request, by_microbatch
+from fastpipe.runtime.step.inputs import BatchArguments, Request, by_microbatch, input_names
 from fastpipe.runtime.step.microbatch import (
     Rules,
     count_rows,
-    rule_for,
     split,
-    split_argument,
 )
 from fastpipe.runtime.step.programs import Programs, options_with_stages
 from fastpipe.runtime.step.result import (

@@ -38,7 +38,7 @@ def batch_digests(request: Request, inputs: Inputs, whole: bool) -> dict[str, li
         whole: checksum all elements, also on a device, which waits for it. Otherwise some thousand elements of every
             CPU tensor, which takes microseconds.
     """
-    given = dict(zip(input_names(request), request.args, strict=True))
+    given = dict(zip(input_names(len(request.args)), request.args, strict=True))
     given |= {name: inputs.kwargs.get(name, v) if isinstance(v, Iterator) else v for name, v in request.kwargs.items()}
     given |= {"target": request.target, "output_grad": request.output_grad}
     found = {}
@@ -111,7 +111,7 @@ def check_replies(request: Request, replies: Replies, here: str) -> None:
         pipelines.setdefault(reply["pipeline"], []).append(reply)
     for own in pipelines.values():
         _check_pipeline(request, own)
-    _check_autocast(pipelines, here)
+    _check_autocast(replies)
     batches: dict[str, dict[str, Any]] = {}
     for place, reply in replies.by_place.items():
         batches.setdefault(sharing_batch(reply.get("pipeline", here)), {})[place] = reply.get("batch", {})
@@ -120,16 +120,14 @@ def check_replies(request: Request, replies: Replies, here: str) -> None:
     _check_peers(replies, here)
 
 
-def _check_autocast(pipelines: Mapping[str, Sequence[Reply]], here: str) -> None:
-    first = pipelines[here][0]["autocast"]
-    for pipeline, replies in pipelines.items():
-        whose, others = ("", "") if pipeline == here else (" of this pipeline", f" of that at {pipeline}")
-        for rank, reply in enumerate(replies):
-            if reply["autocast"] != first:
-                raise ValueError(
-                    f"autocast is {first} on rank 0{whose} and {reply['autocast']} on rank {rank}{others}: call step "
-                    "within the same torch.autocast on every rank (a layer may enter one of its own)"
-                )
+def _check_autocast(replies: Replies) -> None:
+    first = replies[0]["autocast"]
+    for place, reply in replies.by_place.items():
+        if reply["autocast"] != first:
+            raise ValueError(
+                f"autocast is {first} on rank 0 and {reply['autocast']} on rank {place}: call step within the same "
+                "torch.autocast on every rank (a layer may enter one of its own)"
+            )
 
 
 def _check_peers(replies: Replies, here: str) -> None:

@@ -378,8 +378,7 @@ class Audit:
         record = unpacked(data)
         completed, begun, others = record["draw"].again[self.rank]
         again = self._repetition(record, [*completed, *begun, *others])
-        again.forward([*completed, *begun])
-        again.backward(completed)
+        again.compute([*completed, *begun], completed)
         self._again = again
         if not begun and not others:
             self._complete()
@@ -756,12 +755,17 @@ class Repetition:
         stage.context.step, stage.context.last = record["step"], record["draw"].last
         stage.shaped(0, announce=True)
 
-    def forward(self, microbatches: Iterable[int]) -> None:
-        """Compute the forwards of some."""
+    def compute(self, forwards: Iterable[int], backwards: Iterable[int]) -> None:
+        """Compute the forwards of some, and the backwards of some, after their forwards if these are missing."""
         with self._as_recorded() as buffers:
-            for i in microbatches:
+            for i in forwards:
                 with self._noted(i):
                     self._forward(i, buffers)
+            for i in backwards:
+                with self._noted(i):
+                    if not self.stage.awaits_backward(i):
+                        self._forward(i, buffers)
+                    self._backward(i, buffers)
 
     def _forward(self, i: int, buffers: _Places) -> None:
         given = self._left[i]
@@ -770,15 +774,6 @@ class Repetition:
         if self.stage.held is not None:
             self.stage.held.tensors[i] = {tuple(key): tensor for key, tensor in given["held"]}
         self.stage.forward(i, tuple(given["inputs"]), splits=given["splits"])
-
-    def backward(self, microbatches: Iterable[int]) -> None:
-        """Compute the backwards of some, after their forwards if these are missing."""
-        with self._as_recorded() as buffers:
-            for i in microbatches:
-                with self._noted(i):
-                    if not self.stage.awaits_backward(i):
-                        self._forward(i, buffers)
-                    self._backward(i, buffers)
 
     def _backward(self, i: int, buffers: _Places) -> None:
         given = self._left[i]
@@ -806,7 +801,7 @@ class Repetition:
     def results(self) -> dict[int, Sums]:
         """Compute the rest; the sums of the results, by microbatch."""
         try:
-            self.backward(list(self._left))
+            self.compute((), list(self._left))
         finally:
             self.stage.end()
         return self._recorder.results

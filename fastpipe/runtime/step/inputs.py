@@ -1,4 +1,4 @@
-"""How a batch is split, weighted and merged; from the arguments of a step to the work of every local stage."""
+"""How a batch is split, weighted and merged; from the arguments of a step to the microbatches of local stages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 
 from fastpipe.runtime.common import is_block_mask, pytree, tensor_leaves, tensors_in
 from fastpipe.runtime.data_parallel import unwrapped
-from fastpipe.runtime.model import accepted_names, positional_names, selected
-from fastpipe.runtime.stage import PER_MICROBATCH, Stage, StageWork
+from fastpipe.runtime.model import accepted_names, positional_names
+from fastpipe.runtime.stage import PER_MICROBATCH, Stage
 from fastpipe.runtime.step.microbatch import (
     Counted,
     Rules,
@@ -27,9 +27,8 @@ from fastpipe.runtime.step.microbatch import (
     rows_of,
     rule_for,
     split,
-    split_argument,
 )
-from fastpipe.runtime.step.result import MetricRules, Weights, check_reduction, check_rules, loss_divisors
+from fastpipe.runtime.step.result import MetricRules, check_reduction, check_rules, loss_divisors
 from fastpipe.schedule import Schedule
 
 ROWS, NAMED, RULE, PARTS = "rows", "named", "rule", "parts"
@@ -212,17 +211,12 @@ def take_inputs(request: Request, batch: BatchArguments, stages: Sequence[Stage]
     if first is not None:
         _check_input(first, request)
         _check_rules_by_position(first, request, rules)
-        columns = _split_args(request, rules)
+        names = input_names(len(request.args))
+        columns = [_take(inputs, request, x, rules, i, names[i], ROWS) for i, x in enumerate(request.args)]
         inputs.args = by_microbatch(columns, count)
-        for i, value in enumerate(request.args):
-            name = f"input {i}" if i else "the input"
-            _note_whole(inputs, request, value, rules, i, name, ROWS)
-            _note_parts(inputs, value, columns[i], rules, i, name)
     for name, value in request.kwargs.items():
         if any(stage.accepts is None or name in stage.accepts for stage in stages):
-            inputs.kwargs[name] = split_argument(value, count, rules, name, name)
-            _note_whole(inputs, request, value, rules, name, name, NAMED)
-            _note_parts(inputs, value, inputs.kwargs[name], rules, name, name)
+            inputs.kwargs[name] = _take(inputs, request, value, rules, name, name, NAMED)
     if any(stage.is_last for stage in stages):
         _take_for_last(inputs, request, rules, loss_fn)
         if callable(reduction) and inputs.output_grads is None and (loss_fn is None or inputs.targets is not None):
@@ -259,9 +253,12 @@ def _is_by_position(name: str, request: Request, stages: Sequence[Stage]) -> boo
 
 
 def _check_rules_by_position(first: Stage, request: Request, rules: Rules) -> None:
-    """Refuse a rule by name for an input that is given by position."""
+    """Refuse a rule by name for an input that is given by position, and one for a position that has no input."""
     if not isinstance(rules, Mapping):
         return
+    last = max((key for key in rules if isinstance(key, int)), default=0)
+    if request.args and last >= len(request.args):
+        raise ValueError(f"split[{last}]: there are {len(request.args)} positional arguments, counted from 0")
     names = positional_names(unwrapped(first.modules[0]))[: len(request.args)]
     for position, name in enumerate(names):
         if name in rules and name != "target":
@@ -290,18 +287,8 @@ def _check_input(first: Stage, request: Request) -> None:
     )
 
 
-def _split_args(request: Request, rules: Rules) -> list[list[Any]]:
-    count = request.num_microbatches
-    positions = [key for key in rules if isinstance(key, int)] if isinstance(rules, Mapping) else []
-    if request.args and positions and max(positions) >= len(request.args):
-        raise ValueError(f"split[{max(positions)}]: there are {len(request.args)} positional arguments, counted from 0")
-    names = input_names(request)
-    return [split_argument(value, count, rules, i, names[i]) for i, value in enumerate(request.args)]
-
-
-def input_names(request: Request) -> list[str]:
+def input_names(count: int) -> list[str]:
     """The names of positional arguments in errors."""
-    count = len(request.args)
     return ["the input"] if count == 1 else [f"input {i}" for i in range(count)]
 
 
@@ -316,9 +303,8 @@ def by_microbatch(columns: list[list[Any]], count: int) -> list[tuple[Any, ...]]
 
 
 def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Callable[..., Any] | None) -> None:
-    count = request.num_microbatches
     if request.output_grad is not None:
-        inputs.output_grads = split(request.output_grad, count, rule_for(rules, "output_grad"), "output_grad")
+        inputs.output_grads = split(request.output_grad, request.num_microbatches, rules, "output_grad")
         for part in inputs.output_grads:
             tensors_in(part, "output_grad")  # refuses one without a tensor before the step begins
         return
@@ -332,34 +318,30 @@ def _take_for_last(inputs: Inputs, request: Request, rules: Rules, loss_fn: Call
         return
     if loss_fn is None:
         raise ValueError("target: there is no loss_fn to give it to; pass loss_fn= to Pipeline, or leave target out")
-    inputs.targets = split(request.target, count, rule_for(rules, "target"), "target")
-    _note_whole(inputs, request, request.target, rules, "target", "target", RULE)
-    _note_parts(inputs, request.target, inputs.targets, rules, "target", "target")
+    inputs.targets = _take(inputs, request, request.target, rules, "target", "target", RULE)
 
 
-def _note_whole(
+def _take(
     inputs: Inputs, request: Request, value: Any, rules: Rules, key: str | int, name: str, unasked: str
-) -> None:
-    """Record the rows of a whole batch's tensors, one entry per distinct number. Refuse inputs with autograd history.
+) -> list[Any]:
+    """Split an argument, and record in `Inputs.whole` the rows of a whole batch's tensors, one entry per distinct
+    number, or those of the user's microbatches if they are not as many in each. Refuse autograd history.
 
     Args:
         unasked: how it is split without a rule.
     """
+    parts = split(value, request.num_microbatches, rules, key, name)
     way = RULE if has_rule(rules, key) else unasked
     rule = rule_for(rules, key)
+    is_cut = is_list_of_microbatches(value, rule)
     for leaf, rows in lengths(value, rule, name).items():
         if [rows, way] not in inputs.whole.values():
             inputs.whole[leaf] = [rows, way]
-    if request.training and request.num_microbatches > 1 and not is_list_of_microbatches(value, rule):
+    if (is_cut or callable(rule)) and len(set(cut := rows_of(parts, rule) or [0])) > 1:
+        inputs.whole[name] = [cut, PARTS]
+    if request.training and request.num_microbatches > 1 and not is_cut:
         _check_history(value, name)
-
-
-def _note_parts(inputs: Inputs, value: Any, parts: Sequence[Any], rules: Rules, key: str | int, name: str) -> None:
-    """Record the rows of microbatches that the user has cut, if they are not as many in each."""
-    rule = rule_for(rules, key)
-    is_cut = callable(rule) or is_list_of_microbatches(value, rule)
-    if is_cut and len(set(rows := rows_of(parts, rule) or [0])) > 1:
-        inputs.whole[name] = [rows, PARTS]
+    return parts
 
 
 def _check_history(value: Any, name: str) -> None:
@@ -370,34 +352,3 @@ def _check_history(value: Any, name: str) -> None:
             "one frees it: make its computation a layer of the pipeline, or give cut = x.detach().requires_grad_(), "
             "and after the step call x.backward(cut.grad) where cut.grad is not None"
         )
-
-
-def stage_works(
-    inputs: Inputs,
-    stages: Sequence[Stage],
-    request: Request,
-    weights: Weights,
-    keep_outputs: bool,
-    loss_scale: torch.Tensor | None,
-) -> list[StageWork]:
-    """The work of every local stage.
-
-    Args:
-        weights: of the microbatches, the same on all ranks.
-        loss_scale: multiplies the roots of the backward.
-    """
-    works, count = [], request.num_microbatches
-    for stage in stages:
-        named = selected(inputs.kwargs, stage.accepts)
-        work = StageWork(
-            args=inputs.args if stage.is_first else None,
-            kwargs=[{name: values[i] for name, values in named.items()} for i in range(count)] if named else None,
-            targets=inputs.targets if stage.is_last else None,
-            output_grads=inputs.output_grads if stage.is_last else None,
-            divisors=weights.loss,
-            loss_scale=loss_scale,
-            keep_outputs=keep_outputs,
-            reduces=request.reduces,
-        )
-        works.append(work)
-    return works

@@ -56,41 +56,26 @@ def is_list_of_microbatches(value: Any, rule: Rule = 0) -> bool:
     return isinstance(value, Iterator) or (isinstance(value, list) and rule != REPLICATE)
 
 
-def split_argument(value: Any, num_microbatches: int, rules: Rules, key: str | int, name: str) -> list[Any]:
-    """The microbatches of one argument by the user's rules; see `split`.
-
-    A tensor of one row without a rule is shared by all microbatches, as it broadcasts; except the first positional
-    argument, which is the batch.
-    """
-    shares = key != 0 and not has_rule(rules, key)
-    position = key if isinstance(key, int) else None
-    return split(value, num_microbatches, rule_for(rules, key), name, position, shares_single_rows=shares)
+_BATCH = (0, "target", "output_grad")
+"""The arguments that are the batch; of others a tensor of one row is shared by all microbatches, as it broadcasts."""
 
 
-def split(
-    value: Any,
-    num_microbatches: int,
-    rule: Rule,
-    name: str,
-    position: int | None = None,
-    *,
-    shares_single_rows: bool = False,
-) -> list[Any]:
+def split(value: Any, num_microbatches: int, rules: Rules, key: str | int, name: str = "") -> list[Any]:
     """The microbatches of one argument.
 
     Args:
         value: a tensor or a tree of tensors (split along a dimension; the first microbatches get the extra rows), a
             list (one entry per microbatch, unless it is replicated), or an iterator (one item per microbatch). A
             BlockMask of FlexAttention is split along its batch; all share one of a single row.
-        rule: a dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``.
-        name: in errors.
-        position: of an argument without a name; its key in the rules.
-        shares_single_rows: whether all microbatches share a tensor of one row or no dimension.
+        rules: a dimension, ``"replicate"``, or ``function(value, num_microbatches) -> sequence``, or a dict of them.
+        key: of the argument in the rules: its name or position.
+        name: in errors; default: the key.
 
     Raises:
         ValueError: for a list of another length, an iterator that ends early, or fewer rows than microbatches.
     """
-    key = name if position is None else position
+    rule, name = rule_for(rules, key), name or str(key)
+    shares_single_rows = key not in _BATCH and not has_rule(rules, key)
     if callable(rule):
         found = rule(value, num_microbatches)
         if not isinstance(found, Iterable):
@@ -286,37 +271,30 @@ def merge(outputs: Sequence[Any], rules: Rules) -> Any:
     entries of a dict and fields of a NamedTuple or a dataclass registered with pytree, by position to those of a tuple.
     Nested values use the rule of the entry that contains them. Rules are checked by `check_merge_rules`, once a step.
     """
-    first = outputs[0]
-    keys = _keys_of(first)
-    if keys is None:
+    entries = [_entries(output) for output in outputs]
+    if entries[0] is None:
         return _merge_one(list(outputs), rule_for(rules, 0))
-    children = [_children(output) for output in outputs]
-    if any(found.keys() != children[0].keys() for found in children):
+    others = [found or {} for found in entries]
+    if any(found.keys() != entries[0].keys() for found in others):
         raise ValueError(
             "merge: the microbatches' outputs do not have the same entries; use merge=False, or a function"
         )
-    places = zip(children[0], keys, strict=True)
-    merged = [_merge_one([found[place] for found in children], rule_for(rules, key)) for place, key in places]
-    return _rebuilt(first, merged)
+    return _rebuilt(
+        outputs[0], [_merge_one([found[key] for found in others], rule_for(rules, key)) for key in entries[0]]
+    )
 
 
-def _keys_of(output: Any) -> list[Any] | None:
-    """The names or positions of an output's entries; None for a leaf."""
+def _entries(output: Any) -> dict[Any, Any] | None:
+    """The entries of an output by name, as microbatches may have another order, or by position; None for a leaf."""
     if isinstance(output, Mapping):
-        return list(output)
+        return dict(output)
     if isinstance(output, tuple | list):
-        return list(getattr(output, "_fields", range(len(output))))
+        return dict(zip(getattr(output, "_fields", range(len(output))), output, strict=True))
     if pytree.tree_is_leaf(output):
         return None
     pairs, _ = pytree.tree_flatten_with_path(output, is_leaf=lambda value: value is not output)
-    return [getattr(path[0], "name", getattr(path[0], "key", i)) for i, (path, _) in enumerate(pairs)]
-
-
-def _children(output: Any) -> dict[Any, Any]:
-    """The entries by key, as microbatches may have them in another order; by position where there are no keys."""
-    if isinstance(output, Mapping):
-        return dict(output)
-    return dict(enumerate(pytree.tree_leaves(output, is_leaf=lambda value: value is not output)))
+    names = (getattr(path[0], "name", getattr(path[0], "key", i)) for i, (path, _) in enumerate(pairs))
+    return dict(zip(names, (value for _, value in pairs), strict=True))
 
 
 def _rebuilt(like: Any, children: list[Any]) -> Any:
@@ -330,7 +308,7 @@ def check_merge_rules(output: Any, rules: Rules) -> None:
     """Refuse a rule for an output that does not exist."""
     if not isinstance(rules, Mapping):
         return
-    keys = _keys_of(output) or [0]
+    keys = list(_entries(output) or [0])
     unknown = [key for key in rules if key not in keys]
     if unknown:
         raise ValueError(f"merge[{unknown[0]!r}]: the model has no such output; its outputs are {keys}")
@@ -342,7 +320,7 @@ def _merge_one(values: list[Any], rule: Rule) -> Any:
     if rule == REPLICATE:
         return values[0]
     assert isinstance(rule, int), "checked when the Pipeline is built"
-    if _keys_of(values[0]) is not None and all(type(value) is type(values[0]) for value in values):
+    if _entries(values[0]) is not None and all(type(value) is type(values[0]) for value in values):
         return merge(values, rule)
     if not all(isinstance(value, torch.Tensor) for value in values):
         return values

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from operator import itemgetter
 from typing import Any
 
@@ -186,73 +186,64 @@ def unpack(parts: Iterable[Packed]) -> Values:
     }
 
 
-class LocalOutputs:
-    """The values of a step on the process that computed them; packed when they are first read, by a call.
+def packed_later(values: Mapping[str, Values], make_event: Callable[[], DeviceEvent] | None = None) -> Outputs:
+    """A function that packs values when it is first called.
+
+    Args:
+        make_event: records an event after the work queued on the device. The copies to the host are queued at once, and
+            the function waits for them; it raises StepError if the device's results are invalid.
+    """
+    if make_event is None:
+        return cache(lambda: {kind: pack(to_host(found)) for kind, found in values.items()})
+    columns = {kind: to_host(found, wait=False) for kind, found in values.items()}
+    copied = make_event()
+
+    def read() -> dict[str, Packed]:
+        copied.wait()
+        return {kind: pack(found) for kind, found in columns.items()}
+
+    return cache(read)
+
+
+def report_outputs(
+    stages: Sequence[Stage], control: Control, device: torch.device, events: DeviceEvents
+) -> tuple[Reply, Outputs]:
+    """The message with the values that this process has computed, or the promise to post them, as packing waits for the
+    device; and the function that packs them.
 
     Args:
         stages: of this process, after the step; stages with two local holders are merged.
     """
+    values: dict[str, Values] = {kind: {} for kind in KINDS}
+    for stage in stages:
+        for kind, own in values.items():
+            if given := getattr(stage.work, kind):
+                named = {i: [("loss", loss)] for i, loss in given.items()} if kind == "losses" else given
+                own.setdefault(stage.index, {}).update(named)
+    deferred = _deferred(control, device)
+    wanted: Reply = {} if deferred is None else {"wanted": deferred.wanted()}
+    if not any(values.values()):
+        return wanted, dict
+    outputs = packed_later(values, None if deferred is None else partial(events.make, device))
+    if deferred is None and control.size > 1:
+        return {"outputs": outputs()}, outputs
+    if deferred is not None:
+        deferred.post(control.step, partial(_on_device, device, outputs))
+    return {"later": True} | wanted, outputs
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self._values: dict[str, Values] = {kind: {} for kind in KINDS}
-        self._columns: dict[str, Columns] | None = None
-        self._copied: DeviceEvent | None = None
-        self._packed: dict[str, Packed] | None = None
-        for stage in stages:
-            for kind, values in self._values.items():
-                if given := getattr(stage.work, kind):
-                    named = {i: [("loss", loss)] for i, loss in given.items()} if kind == "losses" else given
-                    values.setdefault(stage.index, {}).update(named)
 
-    def __bool__(self) -> bool:
-        return any(self._values.values())
-
-    def start_copies(self, device: torch.device, events: DeviceEvents) -> None:
-        """Queue the copies to the host, and do not wait for them."""
-        self._columns = {kind: to_host(values, wait=False) for kind, values in self._values.items()}
-        self._copied = events.make(device)
-
-    def __call__(self) -> dict[str, Packed]:
-        """The packed values by kind. Waits for the device.
-
-        Raises:
-            StepError: if the device's results are invalid.
-        """
-        if self._packed is None:
-            if self._copied is not None:
-                self._copied.wait()
-            columns = self._columns or {kind: to_host(values) for kind, values in self._values.items()}
-            self._packed = {kind: pack(found) for kind, found in columns.items()}
-        return self._packed
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (dict, self())
-
-    def report(self, control: Control, device: torch.device, events: DeviceEvents) -> Reply:
-        """The message with these outputs, or the promise to post them, as packing waits for the device."""
-        deferred = _deferred(control, device)
-        wanted: Reply = {} if deferred is None else {"wanted": deferred.wanted()}
-        if not self:
-            return wanted
-        if deferred is None and control.size > 1:
-            return {"outputs": self()}
-        if deferred is not None:
-            self.start_copies(device, events)
-            deferred.post(control.step, partial(_on_device, device, self))
-        return {"later": True} | wanted
-
-    def gathered(self, control: Control, device: torch.device, replies: Sequence[Reply]) -> list[Outputs]:
-        """The outputs of every process, from the `report` of each."""
-        deferred = _deferred(control, device)
-        found: list[Outputs] = [partial(dict, reply["outputs"]) for reply in replies if "outputs" in reply]
-        for rank, reply in enumerate(replies):
-            if "later" in reply and rank == control.rank:
-                found.append(self)
-            elif "later" in reply and deferred is not None:
-                found.append(deferred.result(control.step, rank))
-        if deferred is not None:
-            deferred.forget(control.step, [reply["wanted"] for reply in replies])
-        return found
+def every_output(own: Outputs, control: Control, device: torch.device, replies: Sequence[Reply]) -> list[Outputs]:
+    """The values of every process, from what `report_outputs` returned on each."""
+    deferred = _deferred(control, device)
+    found: list[Outputs] = [partial(dict, reply["outputs"]) for reply in replies if "outputs" in reply]
+    for rank, reply in enumerate(replies):
+        if "later" in reply and rank == control.rank:
+            found.append(own)
+        elif "later" in reply and deferred is not None:
+            found.append(deferred.result(control.step, rank))
+    if deferred is not None:
+        deferred.forget(control.step, [reply["wanted"] for reply in replies])
+    return found
 
 
 def _deferred(control: Control, device: torch.device) -> DeferredResults | None:
@@ -260,10 +251,10 @@ def _deferred(control: Control, device: torch.device) -> DeferredResults | None:
     return None if device.type == "cpu" else control.deferred
 
 
-def _on_device(device: torch.device, outputs: LocalOutputs) -> dict[str, Packed]:
+def _on_device(device: torch.device, outputs: Outputs) -> dict[str, Any]:
     """Read outputs in a helper thread, whose wait would create a CUDA context on the default device."""
     torch.accelerator.set_device_index(device.index or 0)
-    return outputs()
+    return dict(outputs())
 
 
 def reduce_metrics(values: Values, count: int, weights: Weights, rules: MetricRules) -> dict[str, Any]:
@@ -276,11 +267,8 @@ def reduce_metrics(values: Values, count: int, weights: Weights, rules: MetricRu
     unknown = [name for name in rules if name not in by_name] if isinstance(rules, Mapping) and by_name else []
     if unknown:
         raise ValueError(f"metrics[{unknown[0]!r}]: loss_fn returns no such metric; it returns {sorted(by_name)}")
-    return {name: _reduced(name, found, count, weights, _rule_of(rules, name)) for name, found in by_name.items()}
-
-
-def _rule_of(rules: MetricRules, name: str) -> MetricRule:
-    return rules.get(name, "mean") if isinstance(rules, Mapping) else rules
+    rule_of = {name: rules.get(name, "mean") if isinstance(rules, Mapping) else rules for name in by_name}
+    return {name: _reduced(name, found, count, weights, rule_of[name]) for name, found in by_name.items()}
 
 
 def _reduced(name: str, found: Mapping[int, torch.Tensor], count: int, weights: Weights, rule: MetricRule) -> Any:
@@ -351,6 +339,9 @@ class StepResult:
         self._spans = spans
         self._weights = Weights(None, None) if weights is None else weights
         self._rules = rules
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_parts": [partial(dict, part()) for part in self._parts]}
 
     def _values(self, kind: str) -> Values:
         return unpack(outputs()[kind] for outputs in self._parts)

@@ -47,7 +47,7 @@ from fastpipe.runtime.coordination import (
     prepare_together,
 )
 from fastpipe.runtime.executor import DeviceEvents, LocalRanks, Outcome
-from fastpipe.runtime.model import RestOfModel, StageCopies, Unfilled, flags_of
+from fastpipe.runtime.model import RestOfModel, StageCopies, Unfilled, flags_of, selected
 from fastpipe.runtime.stage import (
     IN_TURNS,
     NoLoss,
@@ -65,16 +65,17 @@ from fastpipe.runtime.step.inputs import (
     Inputs,
     Request,
     signature_of,
-    stage_works,
     take_inputs,
 )
 from fastpipe.runtime.step.microbatch import check_merge_rules
 from fastpipe.runtime.step.programs import Programs
 from fastpipe.runtime.step.result import (
-    LocalOutputs,
+    Outputs,
     StepResult,
     Weights,
+    every_output,
     pack_spans,
+    report_outputs,
     unpack_spans,
     weights_of,
 )
@@ -110,22 +111,21 @@ def update_replicas(control: Control, ranks: LocalRanks, program: Program) -> No
         ValueError: if replicas train different parameters; the other ranks raise StepError.
         FailureError: if another replica does not take part.
     """
+    error: Exception | None = None
     outcome = ranks.run_collectives(program)
-    lost, error = outcome.failure, outcome.error
-    del outcome
-    failure = lost
+    failure = outcome.failure
     try:
-        if failure is None:
-            try:
-                for stage in ranks.all_stages:
-                    renewed = stage.parallel is not None and stage.parallel.reduce_new()
-                    if renewed and stage.grad_dtype is not None:
-                        set_grad_dtype(stage.module, stage.grad_dtype)
-            except Exception as found:  # raised below, after the exchange
-                failure, error = Failure(control.rank, cause_text(found)), found
+        if failure is not None:
+            raise FailureError(failure) from outcome.error
+        for stage in ranks.all_stages:
+            renewed = stage.parallel is not None and stage.parallel.reduce_new()
+            if renewed and stage.grad_dtype is not None:
+                set_grad_dtype(stage.module, stage.grad_dtype)
+    except Exception as found:  # raised below, after the exchange
+        failure, error = failure or Failure(control.rank, cause_text(found)), found
+    del outcome
+    try:
         _, refused = exchange_or_refuse(control, "replicas", {}, failure)
-        if lost is not None:
-            raise FailureError(lost) from error
         if error is not None:
             raise error
     finally:
@@ -203,7 +203,7 @@ class Steps:
         self.broken: Failure | None = None
         self._part_of = ""
         self._has_separate_grads = False  # by `StageCopies.before_step` of this step
-        self._outputs = LocalOutputs(())  # of this step
+        self._outputs: Outputs = dict  # of this step
         # the watcher's thread holds this, and must not hold the stages
         self._unblock = partial(_unblock, ranks.mesh_groups, ranks.device_events, ranks.transport)
         control.on_loss(self._unblock)
@@ -488,10 +488,20 @@ class Steps:
         return outcome
 
     def _begin(self, inputs: Inputs, weights: Weights, request: Request, number: int, announce: bool) -> None:
-        stages = self.stages
-        works = stage_works(inputs, stages, request, weights, self.batch.keeps_outputs, self.scale_now())
+        loss_scale, count = self.scale_now(), request.num_microbatches
         guards = self.random.begin(request.training, self._flags, self._has_pairs(request))
-        for stage, work in zip(stages, works, strict=True):
+        for stage in self.stages:
+            named = selected(inputs.kwargs, stage.accepts)
+            work = StageWork(
+                args=inputs.args if stage.is_first else None,
+                kwargs=[{name: values[i] for name, values in named.items()} for i in range(count)] if named else None,
+                targets=inputs.targets if stage.is_last else None,
+                output_grads=inputs.output_grads if stage.is_last else None,
+                divisors=weights.loss,
+                loss_scale=loss_scale,
+                keep_outputs=self.batch.keeps_outputs,
+                reduces=request.reduces,
+            )
             stage.begin(work, self.random if guards else None)
             stage.context.step = self.random.step_count
             stage.shaped(number, announce)
@@ -552,8 +562,9 @@ class Steps:
             for stage in self.stages:
                 for output in list(stage.work.outputs.values())[:1]:
                     check_merge_rules(output, self.batch.merge_rules)
-            self._outputs = LocalOutputs(self.stages)
-            reply |= self._outputs.report(self.control, self.device, self.ranks.device_events)
+            events = self.ranks.device_events
+            found, self._outputs = report_outputs(self.stages, self.control, self.device, events)
+            reply |= found
         if request.traces:
             reply["spans"] = pack_spans(outcome.spans)
         return reply
@@ -569,7 +580,7 @@ class Steps:
         self._open_warnings = [warn for warn in self._open_warnings if not warn(self.stages)]
 
     def _result(self, program: Program, outcome: Outcome, replies: Sequence[Reply], weights: Weights) -> StepResult:
-        outputs = self._outputs.gathered(self.control, self.device, replies)
+        outputs = every_output(self._outputs, self.control, self.device, replies)
         spans = dict(outcome.spans)
         for reply in replies:
             spans.update(unpack_spans(reply.get("spans", {})))
