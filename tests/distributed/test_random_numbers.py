@@ -32,7 +32,7 @@ def test_a_helper_thread_in_every_process(executor: str) -> None:
 @on_ranks(2)
 def test_ranks_with_different_seeds_are_refused() -> None:
     torch.manual_seed(7 + int(torch.distributed.get_rank()))
-    said = r"torch.initial_seed\(\), is 7 on rank 0, 8 on rank 1.*torch.manual_seed"
+    said = r"torch.initial_seed\(\), is 7 on ranks \[0\], 8 on ranks \[1\].*torch.manual_seed"
     with pytest.raises(ValueError, match=said):
         Pipeline(layers_of(Layer, 2), "1f1b", 4, torch.nn.functional.mse_loss, rng="per_microbatch")
 
