@@ -497,7 +497,8 @@ def agree_on_stages(arguments: Arguments, request: BuildRequest, world: World) -
     (resolved, local), replies = agree(world.control, make, part="stages")
     if any(reply["parallel"] for reply in replies.everywhere):
         # with an exchange, so that no rank leaves a comparison in which its replicas are, as another one has raised
-        agree(world.control, lambda: _compared(local.stages, replies[0]["arguments"], world), part="replicas")
+        with world.replicas.raised_by_all(ValueError):  # or a slow one would report another's error, not its own
+            agree(world.control, lambda: _compared(local.stages, replies[0]["arguments"], world), part="replicas")
     check_same_kinds([reply["tied"] for reply in replies])
     request.programs.parallel = any(reply["parallel"] for reply in replies)
     _set_later([*local.stages, *local.audited.values()], [reply["names"] for reply in replies])
