@@ -290,20 +290,8 @@ class Pipeline:
                 backwards, on all ranks.
             StepError: if the step failed on another rank. The rank that failed raises its own exception.
         """
-        count = self.num_microbatches if num_microbatches is None else num_microbatches
-        request = Request(
-            as_inputs(args),
-            kwargs,
-            target,
-            output_grad,
-            count,
-            training=True,
-            reduces=self._reduces,
-            gathers_outputs=gather_outputs,
-            index=index,
-            traces=trace,
-        )
-        return self._run(request)
+        how = {"traces": trace, "gathers_outputs": gather_outputs, "index": index, "reduces": self._reduces}
+        return self._run(args, kwargs, target, output_grad, num_microbatches, training=True, **how)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -368,22 +356,22 @@ class Pipeline:
         Keeps no activations and changes no gradient, so it may run between a step and its optimizer. It does not change
         the mode of dropout and BatchNorm: see `eval` and `train`.
         """
-        count = self.num_microbatches if num_microbatches is None else num_microbatches
-        request = Request(
-            as_inputs(args),
-            kwargs,
-            target,
-            None,
-            count,
-            training=False,
-            gathers_outputs=gather_outputs,
-            index=index,
-            traces=trace,
-        )
-        return self._run(request)
+        how = {"traces": trace, "gathers_outputs": gather_outputs, "index": index}
+        return self._run(args, kwargs, target, None, num_microbatches, training=False, **how)
 
-    def _run(self, request: Request) -> StepResult:
-        result = self._steps.run(self._with_target(request))
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        output_grad: Any,
+        num_microbatches: int | None,
+        **how: Any,
+    ) -> StepResult:
+        """One step; ``how`` are the other attributes of its `Request`."""
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        request = self._with_target(Request(as_inputs(args), kwargs, target, output_grad, count, **how))
+        result = self._steps.run(request)
         if request.gathers_outputs:
             steps, member = self._steps, self._site.member
             stage = max(steps.stages, key=lambda stage: stage.index)
