@@ -375,7 +375,7 @@ class Pipeline:
         if request.gathers_outputs:
             steps, member = self._steps, self._site.member
             stage = max(steps.stages, key=lambda stage: stage.index)
-            result.raw_outputs = gather_outputs(steps.all_gather, stage, steps.device, member, result.raw_outputs)
+            result.raw_outputs = gather_outputs(steps.all_gather, stage, member, result.raw_outputs)
         return result
 
     def _with_target(self, request: Request) -> Request:
