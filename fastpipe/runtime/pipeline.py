@@ -58,8 +58,9 @@ from fastpipe.runtime.step import (
     gather_outputs,
 )
 from fastpipe.runtime.transport import Transport
-from fastpipe.runtime.tune import Profile, agree_on_plan, check_fits, check_movable, profile
+from fastpipe.runtime.tune import Units, agree_on_plan, check_fits, check_movable, costs_by_layer, profile, stage_costs
 from fastpipe.schedule import Schedule
+from fastpipe.timeline import Timeline
 
 logger = logging.getLogger("fastpipe")
 __all__ = ["Pipeline", "StepResult"]
@@ -556,7 +557,7 @@ class Pipeline:
         Returns:
             The costs, the same on every rank.
         """
-        return self._measured(args, target, kwargs, num_steps, by_layer=False).stage_costs()
+        return stage_costs(*self._measured(args, target, kwargs, num_steps, by_layer=False))
 
     def profile_layers(self, *args: Any, target: Any = None, num_steps: int = 3, **kwargs: Any) -> LayerCosts:
         """Like `profile`, by layer, so that a plan can split the model differently. Needs a pipeline of a list of
@@ -565,11 +566,11 @@ class Pipeline:
         The seconds of a stage are divided among its layers in the ratio of their separate times. Bytes of parameters
         count weights and gradients; the caller adds the optimizer's state.
         """
-        return self._measured(args, target, kwargs, num_steps, by_layer=True).layer_costs()
+        return costs_by_layer(*self._measured(args, target, kwargs, num_steps, by_layer=True))
 
     def _measured(
         self, args: tuple[Any, ...], target: Any, kwargs: Mapping[str, Any], num_steps: int, *, by_layer: bool
-    ) -> Profile:
+    ) -> tuple[list[Timeline], Units]:
         def call(training: bool, trace: bool) -> StepResult:
             run = self.step if training else self.eval_step
             return run(*args, target=target, trace=trace, **kwargs)
