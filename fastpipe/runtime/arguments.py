@@ -298,7 +298,7 @@ class ExecutionArguments:
             return Loopback.lanes
         chosen = self._transport_between_processes
         if self.executor == "python" and not chosen.has_endpoint:
-            raise ValueError(why_not_python(chosen.kind))
+            raise ValueError(why_not_python(self.chosen_transport))
         return chosen.lanes
 
     @property

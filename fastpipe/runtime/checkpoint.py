@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -77,7 +77,7 @@ from fastpipe.runtime.common import (
 from fastpipe.runtime.coordination import Control, Reply
 from fastpipe.runtime.model import with_all_names
 from fastpipe.runtime.pipeline import Pipeline
-from fastpipe.runtime.safe_load import MetadataReader, ValuePlanner, check_loadable
+from fastpipe.runtime.safe_load import ValuePlanner, check_loadable, read_metadata
 from fastpipe.runtime.transport import SharedCall, drop_side_group, gather_messages, side_group
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -389,17 +389,21 @@ class _Writer(FileSystemWriter):
             self._save.discard()
 
 
-class _Reader(MetadataReader):
+class _Reader(FileSystemReader):
     """A reader that verifies the checksums of the files before it reads them; each rank verifies a part.
 
     Args:
+        metadata: of the checkpoint, in place of DCP's own reading of it, which may execute code.
         files: the size and CRC-32 of each file, by name; empty for a checkpoint without a manifest.
         group: the processes that load together.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, tuple[int, int]], group: Any) -> None:
+    def __init__(self, folder: Path, metadata: Metadata, files: Mapping[str, tuple[int, int]], group: Any) -> None:
         super().__init__(folder)
-        self._files, self._group = files, group
+        self._metadata, self._files, self._group = metadata, files, group
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         check_contents(Path(self.path), self._files, *_place_in(self._group))
@@ -790,7 +794,7 @@ def load_checkpoint(
         check_processes(pipe, group)
         folder = locate(path)
         manifest, metadata = _checked(folder, warns=pipe.rank == 0)
-        readers.append(_Reader(folder, manifest.files if manifest else {}, group))
+        readers.append(_Reader(folder, metadata, manifest.files if manifest else {}, group))
         saved.update(metadata.state_dict_metadata)
         ties = pipe._local.ties
         state.update(model=with_all_names(pipe.state_dict(), ties, "meta"))
@@ -892,10 +896,10 @@ def _checked(folder: Path, *, warns: bool) -> tuple[Manifest | None, Metadata]:
     manifest = check_files(folder)
     if manifest is not None:
         check_contents(folder, {METADATA: manifest.files[METADATA]})
-        return manifest, MetadataReader(folder).read_metadata()
+        return manifest, read_metadata(folder)
     if warns:
         logger.warning("the checkpoint %s has no manifest: its files cannot be verified", folder)
-    metadata = MetadataReader(folder).read_metadata()
+    metadata = read_metadata(folder)
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         ends[info.relative_path] = max(info.offset + info.length, ends.get(info.relative_path, 0))

@@ -190,26 +190,25 @@ class MemoryCheckpoint:
             StepError: if another rank cannot save, or exits.
             RuntimeError: if the last copy did not reach another host; after `close`.
         """
-        pipe, image = self._pipe, None
+        pipe = self._pipe
+        images: list[Callable[[Tensor], None]] = []
 
         def make() -> Reply:
-            nonlocal image
             self._check_open()
             self._finish()
             state = whole_state(pipe, self._optimizers, extra)
-            image = _Image(state, _layout(pipe, state))
-            return {"rank": self._rank, "size": image.size, "generation": self._generation}
+            size, write = _image(state, _layout(pipe, state))
+            images.append(write)
+            return {"rank": self._rank, "size": size, "generation": self._generation}
 
         replies = self._gather_from_all("MemoryCheckpoint.save", make)
-        assert image is not None
-        made = image
         sizes = [reply["size"] for reply in sorted(replies, key=lambda reply: reply["rank"])]
         own = self._slots[self._rank]
 
         def copy() -> Reply:
             for rank, slots in self._slots.items():
                 slots.reserve(sizes[rank], self._generation)
-            made.copy(own.file)
+            images[0](own.memory)
             return {}
 
         generations = [reply["generation"] for reply in replies]
@@ -346,9 +345,9 @@ class MemoryCheckpoint:
         others = [slots for rank, slots in self._slots.items() if rank != self._rank]
         try:
             works: list[tuple[int, Any]] = [
-                (slots.rank, dist.irecv(slots.file.memory, slots.rank, group=self._group)) for slots in others
+                (slots.rank, dist.irecv(slots.memory, slots.rank, group=self._group)) for slots in others
             ]
-            works += [(peer, dist.isend(own.file.memory, peer, group=self._group)) for peer in self._holders]
+            works += [(peer, dist.isend(own.memory, peer, group=self._group)) for peer in self._holders]
             for peer, work in works:
                 _wait_for(work, f"the copies of generation {generation} were not exchanged with rank {peer}")
         except RuntimeError:  # raised again; for the next MemoryCheckpoint
@@ -404,7 +403,7 @@ class MemoryCheckpoint:
             source = rank if rank in copies else min(copies)
             copy = copies[source]
             if source == self._rank:
-                kept.append(_File(visible[copy], copy.size).memory)
+                kept.append(_map(visible[copy], copy.size))
                 if rank == self._rank:
                     memory = kept[-1]
                 else:
@@ -440,37 +439,33 @@ class MemoryCheckpoint:
         return [message] if self._group is None else gather_messages(message, self._group)
 
 
-class _Image:
+def _image(state: Mapping[str, Any], layout: bytes) -> tuple[int, Callable[[Tensor], None]]:
     """What a file is to hold.
 
     Args:
         state: of `whole_state`.
         layout: its `_layout`.
 
-    Attributes:
-        size: of the file, in bytes.
+    Returns:
+        The size of the file in bytes, and a function that writes the file's memory.
     """
+    sections = {name: section for name, section in state.items() if isinstance(section, dict)}
+    found = {(n, k): v for n, section in sections.items() for k, v in section.items() if _has_bytes(v)}
+    plain = {n: {k: v for k, v in section.items() if (n, k) not in found} for n, section in sections.items()}
+    others, within = _write_plain({**state, **plain})
+    tensors = dense_all([*(local_part(value) for value in found.values()), *within])
+    places, end = packing.lay_out(tensors, _START)
+    rows = [(*key, tuple(v.shape), *place) for (key, v), place in zip(found.items(), places, strict=False)]
+    text = pickle.dumps((rows, [tuple(place) for place in places[len(found) :]], others))
+    (steps,) = state["steps"]
 
-    def __init__(self, state: Mapping[str, Any], layout: bytes) -> None:
-        sections = {name: section for name, section in state.items() if isinstance(section, dict)}
-        found = {(n, k): v for n, section in sections.items() for k, v in section.items() if _has_bytes(v)}
-        plain = {n: {k: v for k, v in section.items() if (n, k) not in found} for n, section in sections.items()}
-        text, within = _write_plain({**state, **plain})
-        self._tensors = dense_all([*(local_part(value) for value in found.values()), *within])
-        self._places, end = packing.lay_out(self._tensors, _START)
-        rows = [(*key, tuple(v.shape), *place) for (key, v), place in zip(found.items(), self._places, strict=False)]
-        self._text = pickle.dumps((rows, [tuple(place) for place in self._places[len(found) :]], text))
-        self._layout, (self._steps,) = layout, state["steps"]
-        self.size = -(-packing.size_of(end, self._text) // _ROUND) * _ROUND
+    def write(memory: Tensor) -> None:
+        packing.pack([place.memory(memory) for place in places], tensors)
+        packing.write_text(memory, text)
+        header = _HEADER.pack(_MAGIC, _sum_of(memory), steps, layout)
+        memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
-    def copy(self, file: _File) -> None:
-        """Copy it into a file's memory."""
-        if file.places != self._places:
-            file.places, file.parts = self._places, [place.memory(file.memory) for place in self._places]
-        packing.pack(file.parts, self._tensors)
-        packing.write_text(file.memory, self._text)
-        header = _HEADER.pack(_MAGIC, _sum_of(file.memory), self._steps, self._layout)
-        file.memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    return -(-packing.size_of(end, text) // _ROUND) * _ROUND, write
 
 
 def _has_bytes(value: Any) -> bool:
@@ -488,17 +483,13 @@ def _is_copied(dtype: torch.dtype) -> bool:
     return True
 
 
-class _File:
-    """The memory of a file, and the parts of it to which tensors were last copied."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            self.memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-        finally:
-            os.close(descriptor)
-        self.places: Sequence[packing.PackedTensor] = ()
-        self.parts: Sequence[Tensor] = ()
+def _map(path: Path, size: int) -> Tensor:
+    """The memory of a file."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
 
 
 class _Slots:
@@ -506,15 +497,15 @@ class _Slots:
 
     Attributes:
         rank: whose copies.
-        file: the one that is being written.
+        memory: of the one that is being written.
     """
 
-    file: _File
+    memory: Tensor
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank
         self._folder, self._spare = folder, folder / f"{rank}.writing"
-        self._mapped: dict[tuple[int, int], _File] = {}
+        self._mapped: dict[tuple[int, int], Tensor] = {}
 
     def reserve(self, size: int, kept: int) -> None:
         """Make the older of the two files the one to write, but not of the generation to keep; or a new one.
@@ -534,8 +525,8 @@ class _Slots:
         finally:
             os.close(descriptor)
         if key not in self._mapped:
-            self._mapped = dict([*self._mapped.items()][-1:]) | {key: _File(self._spare, size)}
-        self.file = self._mapped[key]
+            self._mapped = dict([*self._mapped.items()][-1:]) | {key: _map(self._spare, size)}
+        self.memory = self._mapped[key]
 
     def _resize(self, descriptor: int, size: int) -> None:
         try:

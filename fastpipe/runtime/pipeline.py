@@ -58,8 +58,9 @@ from fastpipe.runtime.step import (
     gather_outputs,
 )
 from fastpipe.runtime.transport import Transport
-from fastpipe.runtime.tune import Profile, agree_on_plan, check_fits, check_movable, profile
+from fastpipe.runtime.tune import Units, agree_on_plan, check_fits, check_movable, costs_by_layer, profile, stage_costs
 from fastpipe.schedule import Schedule
+from fastpipe.timeline import Timeline
 
 logger = logging.getLogger("fastpipe")
 __all__ = ["Pipeline", "StepResult"]
@@ -290,20 +291,8 @@ class Pipeline:
                 backwards, on all ranks.
             StepError: if the step failed on another rank. The rank that failed raises its own exception.
         """
-        count = self.num_microbatches if num_microbatches is None else num_microbatches
-        request = Request(
-            as_inputs(args),
-            kwargs,
-            target,
-            output_grad,
-            count,
-            training=True,
-            reduces=self._reduces,
-            gathers_outputs=gather_outputs,
-            index=index,
-            traces=trace,
-        )
-        return self._run(request)
+        how = {"traces": trace, "gathers_outputs": gather_outputs, "index": index, "reduces": self._reduces}
+        return self._run(args, kwargs, target, output_grad, num_microbatches, training=True, **how)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -368,26 +357,26 @@ class Pipeline:
         Keeps no activations and changes no gradient, so it may run between a step and its optimizer. It does not change
         the mode of dropout and BatchNorm: see `eval` and `train`.
         """
-        count = self.num_microbatches if num_microbatches is None else num_microbatches
-        request = Request(
-            as_inputs(args),
-            kwargs,
-            target,
-            None,
-            count,
-            training=False,
-            gathers_outputs=gather_outputs,
-            index=index,
-            traces=trace,
-        )
-        return self._run(request)
+        how = {"traces": trace, "gathers_outputs": gather_outputs, "index": index}
+        return self._run(args, kwargs, target, None, num_microbatches, training=False, **how)
 
-    def _run(self, request: Request) -> StepResult:
-        result = self._steps.run(self._with_target(request))
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        output_grad: Any,
+        num_microbatches: int | None,
+        **how: Any,
+    ) -> StepResult:
+        """One step; ``how`` are the other attributes of its `Request`."""
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        request = self._with_target(Request(as_inputs(args), kwargs, target, output_grad, count, **how))
+        result = self._steps.run(request)
         if request.gathers_outputs:
             steps, member = self._steps, self._site.member
             stage = max(steps.stages, key=lambda stage: stage.index)
-            result.raw_outputs = gather_outputs(steps.all_gather, stage, steps.device, member, result.raw_outputs)
+            result.raw_outputs = gather_outputs(steps.all_gather, stage, member, result.raw_outputs)
         return result
 
     def _with_target(self, request: Request) -> Request:
@@ -568,7 +557,7 @@ class Pipeline:
         Returns:
             The costs, the same on every rank.
         """
-        return self._measured(args, target, kwargs, num_steps, by_layer=False).stage_costs()
+        return stage_costs(*self._measured(args, target, kwargs, num_steps, by_layer=False))
 
     def profile_layers(self, *args: Any, target: Any = None, num_steps: int = 3, **kwargs: Any) -> LayerCosts:
         """Like `profile`, by layer, so that a plan can split the model differently. Needs a pipeline of a list of
@@ -577,11 +566,11 @@ class Pipeline:
         The seconds of a stage are divided among its layers in the ratio of their separate times. Bytes of parameters
         count weights and gradients; the caller adds the optimizer's state.
         """
-        return self._measured(args, target, kwargs, num_steps, by_layer=True).layer_costs()
+        return costs_by_layer(*self._measured(args, target, kwargs, num_steps, by_layer=True))
 
     def _measured(
         self, args: tuple[Any, ...], target: Any, kwargs: Mapping[str, Any], num_steps: int, *, by_layer: bool
-    ) -> Profile:
+    ) -> tuple[list[Timeline], Units]:
         def call(training: bool, trace: bool) -> StepResult:
             run = self.step if training else self.eval_step
             return run(*args, target=target, trace=trace, **kwargs)

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -61,20 +60,18 @@ _LOCK = threading.Lock()
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class MetadataReader(FileSystemReader):
-    """DCP's reader, with metadata that is read without executing anything."""
+def read_metadata(folder: Path) -> Metadata:
+    """The metadata of a checkpoint, read without executing anything.
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """
-        Raises:
-            ValueError: if the file has something else than DCP's records.
-        """
-        path = Path(self.path) / METADATA
-        with open(path, "rb") as file:
-            found = _Records(file).load()
-        if not isinstance(found, Metadata):
-            raise ValueError(f"{path} has a {type(found).__name__} instead of DCP's metadata")
-        return found
+    Raises:
+        ValueError: if the file has something else than DCP's records.
+    """
+    path = folder / METADATA
+    with open(path, "rb") as file:
+        found = _Records(file).load()
+    if not isinstance(found, Metadata):
+        raise ValueError(f"{path} has a {type(found).__name__} instead of DCP's metadata")
+    return found
 
 
 class _Records(pickle.Unpickler):

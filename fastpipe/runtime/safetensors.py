@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,11 +29,8 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 logger = logging.getLogger("fastpipe")
 
 
-class _Source(NamedTuple):
-    """Tensors of the files that are read together, and a function that makes values of them, by their keys."""
-
-    names: Sequence[str]
-    make: Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]
+_Source = tuple[Sequence[str], Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]]
+"""Tensors of the files that are read together, and a function that makes values of them, by their keys."""
 
 
 def load_safetensors(path: str | os.PathLike[str], pipe: Pipeline) -> None:
@@ -69,14 +66,14 @@ def load_safetensors(path: str | os.PathLike[str], pipe: Pipeline) -> None:
         state = with_all_names(pipe.state_dict(), ties, "meta")
         sources.extend(_sources(state, files, [tie.keys for tie in ties], _model_in(pipe)))
         _check(sources, state, files, path)
-        return {"there": list(files), "used": [*state, *(name for source in sources for name in source.names)]}
+        return {"there": list(files), "used": [*state, *(name for names, _ in sources for name in names)]}
 
     def read() -> Reply:
         state = with_all_names(pipe.to_empty().state_dict(), ties)
         with torch.no_grad(), _opener(files, pipe.device) as file_of:
-            for source in sources:
-                values = [file_of(name).get_tensor(name) for name in source.names]
-                for key, value in source.make(values).items():
+            for names, make in sources:
+                values = [file_of(name).get_tensor(name) for name in names]
+                for key, value in make(values).items():
                     if key in state:
                         _copy(state[key], value)
         check_equal(state, ties)
@@ -172,15 +169,15 @@ def _sources(
             parts.setdefault(name, []).append((file_name, pattern))
         elif name in known:
             parts[name] = [(file_name, "")]
-    sources = []
+    sources: list[_Source] = []
     for key, names in names_of.items():
         name = next((name for name in names if name in parts), key)
         for file_name, pattern in parts.get(name, ())[:1]:
             if pattern:
                 joined = functools.partial(_joined, converters[pattern], model, name, parts[name])
-                sources.append(_Source([part for part, _ in parts[name]], joined))
+                sources.append(([part for part, _ in parts[name]], joined))
             else:
-                sources.append(_Source([file_name], functools.partial(_only, key)))
+                sources.append(([file_name], functools.partial(_only, key)))
     return sources
 
 
@@ -229,12 +226,12 @@ def _check(sources: Sequence[_Source], state: Mapping[str, Any], files: Mapping[
     """Compare what the files have with a state, without reading values."""
     found: set[str] = set()
     with _opener(files, torch.device("cpu")) as file_of:
-        for source in sources:
-            slices = [file_of(name).get_slice(name) for name in source.names]  # not read
+        for names, make in sources:
+            slices = [file_of(name).get_slice(name) for name in names]  # not read
             described = [(tuple(part.get_shape()), part.get_dtype()) for part in slices]
-            where = f"{listed(source.names)} in {files[source.names[0]]}"
+            where = f"{listed(names)} in {files[names[0]]}"
             try:
-                made = source.make([torch.empty(shape, device="meta") for shape, _ in described])
+                made = make([torch.empty(shape, device="meta") for shape, _ in described])
             except Exception as error:  # raised again with what was read
                 raise ValueError(f"transformers cannot load {where}: {first_line(error)}") from error
             for key in state.keys() & made.keys():

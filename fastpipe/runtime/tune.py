@@ -17,7 +17,7 @@ import math
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -182,75 +182,66 @@ _SPREAD = 2.0
 _KINDS = ("forward", "backward_input", "backward_weight")
 
 
-@dataclass(frozen=True)
-class Profile:
-    """The measurements, the same on every process.
+def stage_costs(timelines: Sequence[Timeline], units: Units) -> CostModel:
+    """Medians over the steps; bytes, and the ratio of I and W if only whole backwards ran, from the meters."""
+    cost = _medians([CostModel.from_timeline(timeline) for timeline in timelines])
+    num_stages = timelines[0].program.num_stages
+    cost = _split(cost, timelines, units)
+    if len(units) < num_stages:
+        return replace(cost, comm=_links(timelines, [0.0] * num_stages)[0])
+    last = [parts[max(parts)] for _, parts in sorted(units.items())]
+    outputs = [unit.output for unit in last]
+    held = [math.fsum(unit.held for unit in parts.values()) for _, parts in sorted(units.items())]
+    comm, bandwidth = _links(timelines, outputs)
+    return replace(cost, comm=comm, bandwidth=bandwidth, activation_bytes=outputs, stage_bytes=held)
 
-    Attributes:
-        units: by stage, the costs of its parts.
-    """
 
-    timelines: Sequence[Timeline]
-    units: Units
-    num_microbatches: int
+def _split(cost: CostModel, timelines: Sequence[Timeline], units: Units) -> CostModel:
+    """If only whole backwards ran, divide B into I and W in the metered ratio."""
+    seen = {op for timeline in timelines for op, _ in timeline.median_seconds()}
+    if Op.B not in seen and Op.OVERLAP_F_B not in seen:
+        return replace(cost, backward=None)
+    if Op.I in seen:
+        return cost
+    inputs, weights = [], []
+    for stage, both in enumerate(cost.per_stage("backward", timelines[0].program.num_stages).tolist()):
+        parts = units.get(stage, {}).values()
+        first, second = (math.fsum(getattr(unit, name) for unit in parts) for name in _KINDS[1:])
+        share = first / (first + second) if first + second > 0 else 0.5
+        inputs.append(both * share)
+        weights.append(both - both * share)
+    return replace(cost, backward_input=inputs, backward_weight=weights, backward=None)
 
-    def stage_costs(self) -> CostModel:
-        """Medians over the steps; bytes, and the ratio of I and W if only whole backwards ran, from the meters."""
-        cost = _medians([CostModel.from_timeline(timeline) for timeline in self.timelines])
-        num_stages = self.timelines[0].program.num_stages
-        cost = self._split(cost, num_stages)
-        if len(self.units) < num_stages:
-            return replace(cost, comm=_links(self.timelines, [0.0] * num_stages)[0])
-        last = [units[max(units)] for _, units in sorted(self.units.items())]
-        outputs = [unit.output for unit in last]
-        held = [math.fsum(unit.held for unit in units.values()) for _, units in sorted(self.units.items())]
-        comm, bandwidth = _links(self.timelines, outputs)
-        return replace(cost, comm=comm, bandwidth=bandwidth, activation_bytes=outputs, stage_bytes=held)
 
-    def _split(self, cost: CostModel, num_stages: int) -> CostModel:
-        """If only whole backwards ran, divide B into I and W in the metered ratio."""
-        seen = {op for timeline in self.timelines for op, _ in timeline.median_seconds()}
-        if Op.B not in seen and Op.OVERLAP_F_B not in seen:
-            return replace(cost, backward=None)
-        if Op.I in seen:
-            return cost
-        inputs, weights = [], []
-        for stage, both in enumerate(cost.per_stage("backward", num_stages).tolist()):
-            units = self.units.get(stage, {}).values()
-            first, second = (math.fsum(getattr(unit, name) for unit in units) for name in _KINDS[1:])
-            share = first / (first + second) if first + second > 0 else 0.5
-            inputs.append(both * share)
-            weights.append(both - both * share)
-        return replace(cost, backward_input=inputs, backward_weight=weights, backward=None)
+def costs_by_layer(timelines: Sequence[Timeline], units: Units) -> LayerCosts:
+    """The stages' costs, divided among their layers in the metered ratio."""
+    cost = stage_costs(timelines, units)
+    seconds: dict[str, Any] = {}
+    num_stages = len(units)
+    for name in _KINDS:
+        by_stage = cost.per_stage(name, num_stages).tolist()
+        shared = [_shares(units[stage], name, by_stage[stage]) for stage in range(num_stages)]
+        seconds[name] = [number for numbers in shared for number in numbers]
+    layers = [unit for _, parts in sorted(units.items()) for unit in parts.values()]
+    batch = layers[0].rows * timelines[0].program.num_microbatches
+    return LayerCosts(
+        num_layers=len(layers),
+        **seconds,
+        activation_bytes=[layer.output for layer in layers],
+        held_bytes=[layer.held for layer in layers],
+        parameter_bytes=[2 * layer.parameters for layer in layers],
+        comm=cost.comm,
+        bandwidth=cost.bandwidth,
+        fused=_fused(cost, num_stages),
+        microbatch_size=layers[0].rows or 1,
+        batch_size=batch or None,
+    )
 
-    def layer_costs(self) -> LayerCosts:
-        """The stages' costs, divided among their layers in the metered ratio."""
-        cost = self.stage_costs()
-        seconds: dict[str, Any] = {}
-        num_stages = len(self.units)
-        for name in _KINDS:
-            by_stage = cost.per_stage(name, num_stages).tolist()
-            shared = [self._shares(stage, name, by_stage[stage]) for stage in range(num_stages)]
-            seconds[name] = [number for numbers in shared for number in numbers]
-        layers = [unit for _, units in sorted(self.units.items()) for unit in units.values()]
-        batch = layers[0].rows * self.num_microbatches
-        return LayerCosts(
-            num_layers=len(layers),
-            **seconds,
-            activation_bytes=[layer.output for layer in layers],
-            held_bytes=[layer.held for layer in layers],
-            parameter_bytes=[2 * layer.parameters for layer in layers],
-            comm=cost.comm,
-            bandwidth=cost.bandwidth,
-            fused=_fused(cost, num_stages),
-            microbatch_size=layers[0].rows or 1,
-            batch_size=batch or None,
-        )
 
-    def _shares(self, stage: int, name: str, seconds: float) -> list[float]:
-        parts = [getattr(unit, name) for unit in self.units[stage].values()]
-        whole = math.fsum(parts)
-        return [seconds * part / whole if whole > 0 else seconds / len(parts) for part in parts]
+def _shares(units: Mapping[int, UnitCosts], name: str, seconds: float) -> list[float]:
+    parts = [getattr(unit, name) for unit in units.values()]
+    whole = math.fsum(parts)
+    return [seconds * part / whole if whole > 0 else seconds / len(parts) for part in parts]
 
 
 def profile(
@@ -261,12 +252,15 @@ def profile(
     num_steps: Any,
     by_layer: bool,
     num_microbatches: int,
-) -> Profile:
+) -> tuple[list[Timeline], Units]:
     """Run and measure a few steps on one batch; see `Pipeline.profile`.
 
     Args:
         call: runs a step, or an `eval_step` if its first argument is false; the second says whether to trace it.
         by_layer: meter layers instead of stages.
+
+    Returns:
+        The timelines of the steps, and by stage the costs of its parts; the same on every process.
     """
     name = f"profile{'_layers' if by_layer else ''}, num_steps={num_steps!r}"
     steps.all_gather(name, lambda: _check(steps, inputs, num_steps, by_layer))
@@ -278,7 +272,7 @@ def profile(
             call(False, False)
     message = {"units": [[stage, [[part, *unit] for part, unit in parts.items()]] for stage, parts in units.items()]}
     replies = steps.all_gather("profile", lambda: message)
-    return Profile(timelines, _units_of(replies), num_microbatches)
+    return timelines, _units_of(replies)
 
 
 def _check(steps: Steps, inputs: Sequence[Any], num_steps: Any, by_layer: bool) -> Reply:

@@ -21,8 +21,9 @@ from torch import nn
 import fastpipe
 from fastpipe import CorruptionError, Pipeline
 from fastpipe.runtime.common import CPU, bit_sums, bytes_of, packing, version_of
-from fastpipe.runtime.stage import Generators, Stage, StageWork
-from fastpipe.runtime.step.audit import Audit, Draw, Recorder, Repetition, draw, packed, unpacked, waits_of
+from fastpipe.runtime.stage import Generators, Stage, StageWork, to_tensors
+from fastpipe.runtime.step.audit import Audit, Draw, Recorder, Repetition, _record_in, draw, waits_of
+from fastpipe.runtime.step.result import block_of
 from fastpipe.testing import flip_bit
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import GroupOf, on_ranks, ranks
@@ -623,7 +624,7 @@ def test_an_unchanged_buffer_is_copied_once() -> None:
             (out,) = stage.forward(i, ())
             stage.backward(i, (torch.ones_like(out),))
     drawn = Draw(0, 0, {0: False, 1: False}, (1, 1, 1), {})
-    record = unpacked(packed(recorder.record(CPU) | {"draw": drawn}, 0, CPU))
+    record = _record_in(block_of(to_tensors(recorder.record(CPU) | {"draw": drawn}, {}, 0), CPU))
     buffers = [given["buffers"][action] for given in record["microbatches"].values() for action in "FB"]
     counts, scales = zip(*buffers, strict=True)
     assert [float(count) for count in counts] == [0, 1, 1, 2]
@@ -751,8 +752,8 @@ def test_packed_tensors_keep_their_bits_and_lie_as_before() -> None:
     odd = [base, base.t(), base[1:, 1:], base[:, :1].expand(8, 5), base.bfloat16().view(-1)[3:], base[:0]]
     odd += [torch.arange(6, dtype=torch.uint8).view(torch.int4)]
     given = [*odd, torch.tensor(1.5, requires_grad=True), torch.ones(3, dtype=torch.bool), base.to(torch.complex64)]
-    block = packed({"tensors": given, "text": "x"}, 0, torch.device("cpu"))
-    tree = unpacked(block)
+    block = block_of(to_tensors({"tensors": given, "text": "x"}, {}, 0), CPU)
+    tree = _record_in(block)
     assert tree["text"] == "x"
     for before, after in zip(given, tree["tensors"], strict=True):
         assert torch.equal(bytes_of(before), bytes_of(after)) and before.dtype == after.dtype
@@ -762,7 +763,7 @@ def test_packed_tensors_keep_their_bits_and_lie_as_before() -> None:
     for place, tensor in enumerate(tree["tensors"][:3]):  # none shares memory, or a version counter, with another
         assert version_of(tensor) == 0, place
         tensor.zero_()
-    assert torch.equal(bytes_of(unpacked(block)["tensors"][0]), bytes_of(base))
+    assert torch.equal(bytes_of(_record_in(block)["tensors"][0]), bytes_of(base))
 
 
 def many(steps: int, schedule: str) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fastpipe import MemoryCheckpoint, Pipeline, save_checkpoint
 from fastpipe.runtime import memory_checkpoint
+from fastpipe.runtime.common import packing
 from fastpipe.runtime.memory_checkpoint import _holders
 from tests.distributed.hosts import on_hosts
 from tests.distributed.meshes import mesh_and_replica
@@ -295,9 +296,9 @@ def fail_to_copy(folder: str, hosts: str) -> tuple[Any, Any]:
             memory.save({"step": step})
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
-                patch.setattr(memory_checkpoint._Image, "copy", no_room)
+                patch.setattr(packing, "pack", no_room)
             first = caught(lambda: memory.save({"step": 3})) if dist.get_rank() or hosts == "ab" else memory.save()
-            patch.setattr(memory_checkpoint._Image, "copy", no_room)
+            patch.setattr(packing, "pack", no_room)
             caught(lambda: memory.save({"step": 4}))
         extra = memory.load()
         memory.save()

@@ -31,6 +31,7 @@ class Links(SharedMemory):
 
     def __init__(self, *_: Any) -> None:
         self.links: list[Any] = []
+        self._copies = None
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         if not self.links:

@@ -73,7 +73,7 @@ class Gather(ABC):
         self._deadline, self._is_last = time.monotonic() + self.timeout, False
 
     def _overdue(self, missing: Callable[[], Sequence[int]]) -> Sequence[int]:
-        """The missing processes to report as lost now.
+        """The missing processes to report as lost now, of those that a function returns, which may raise.
 
         This is after the timeout, or soon after a process is suspected to be silent: all others learn of the suspicion
         and answer at once.
@@ -128,13 +128,17 @@ class StoreGather(Gather):
         self.written.append(keys[self.number])
         answer = call_in_thread(lambda: self._gather(keys, message, step), "fastpipe-gather")
         breaker = CircuitBreaker(min(STORE_SECONDS, self.timeout))
+
+        def find_missing() -> Sequence[int]:
+            if (found := breaker.call(lambda: self._missing(keys), None)) is None:
+                raise FailureError(Failure(None, silent_store(self.timeout), is_fatal=True))
+            return found
+
         self._begin()
         while not wait([answer], POLL_SECONDS).done:
             if step and (failure := self.lost(())) is not None:
                 raise FailureError(failure)
-            if missing := self._overdue(lambda: breaker.call(lambda: self._missing(keys), [-1])):
-                if missing == [-1]:
-                    raise FailureError(Failure(None, silent_store(self.timeout), is_fatal=True))
+            if missing := self._overdue(find_missing):
                 raise self.late(missing, step, phase, message)
         try:
             return answer.result()

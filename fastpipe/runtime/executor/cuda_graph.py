@@ -81,7 +81,7 @@ Gradients = list[tuple[torch.nn.Parameter, torch.Tensor | None]]
 """Gradient per parameter; None for no gradient."""
 
 
-class NotRecordable(Exception):  # noqa: N818 - caught; the step runs unrecorded
+class RecordingError(Exception):
     """A step that cannot be recorded; the text says why."""
 
 
@@ -133,7 +133,7 @@ def tensors_of(works: Sequence[StageWork]) -> list[torch.Tensor]:
     """Input tensors of the stages, in a fixed order, with duplicates.
 
     Raises:
-        NotRecordable: for an object that may hold tensors.
+        RecordingError: for an object that may hold tensors.
     """
     found: list[torch.Tensor] = []
     for work in works:
@@ -161,7 +161,7 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return type(value)(_mapped(item, change) for item in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise NotRecordable(f"there is a {type(value).__name__} among the inputs, which may hold tensors")
+    raise RecordingError(f"there is a {type(value).__name__} among the inputs, which may hold tensors")
 
 
 _FIRST_STEPS = 3
@@ -230,7 +230,7 @@ class RecordedRanks(LocalRanks):
         try:
             given = self._inputs_of(works)
             where = self._places()
-        except NotRecordable as error:
+        except RecordingError as error:
             self._reason = str(error)
             return super().run(program, signature, announce, trace)
         tensors = list({id(tensor): tensor for tensor in given}.values())
@@ -280,31 +280,31 @@ class RecordedRanks(LocalRanks):
         """Input tensors of a step, as `tensors_of`.
 
         Raises:
-            NotRecordable: when the step cannot be recorded.
+            RecordingError: when the step cannot be recorded.
         """
         for stage in self.all_stages:
             random = stage.random
             if random is not None and (random.guards_forward or random.guard.exclusive):
-                raise NotRecordable("the host sets random states for its actions")
+                raise RecordingError("the host sets random states for its actions")
         tensors = tensors_of(works)
         for tensor in tensors:
             if tensor.device != self.device:
-                raise NotRecordable(f"an input is on {tensor.device}; give it on {self.device}")
+                raise RecordingError(f"an input is on {tensor.device}; give it on {self.device}")
             if tensor.requires_grad:
-                raise NotRecordable("an input requires a gradient")
+                raise RecordingError("an input requires a gradient")
         return tensors
 
     def _places(self) -> tuple[int, ...]:
         """Addresses of the parameters and buffers.
 
         Raises:
-            NotRecordable: for a type whose address may change.
+            RecordingError: for a type whose address may change.
         """
         found = []
         for stage in self.all_stages:
             for tensor in (*stage.module.parameters(), *stage.module.buffers()):
                 if type(tensor) not in _PLAIN:
-                    raise NotRecordable(f"stage {stage.index} has a {type(tensor).__name__}, whose address may change")
+                    raise RecordingError(f"stage {stage.index} has a {type(tensor).__name__}, whose address may change")
                 found.append(tensor.data_ptr())
         return tuple(found)
 

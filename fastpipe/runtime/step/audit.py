@@ -31,7 +31,6 @@ from fastpipe.errors import CorruptionError
 from fastpipe.placement import Placement
 from fastpipe.program import Op, Program
 from fastpipe.runtime.common import (
-    CPU,
     FailureError,
     Tensors,
     add_note,
@@ -58,6 +57,7 @@ from fastpipe.runtime.stage import (
     microbatch_seed,
     to_tensors,
 )
+from fastpipe.runtime.step.result import block_of, tensors_in_block
 from fastpipe.simulate import simulate_program
 
 Exchange = Callable[[int, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -247,25 +247,6 @@ def draw(share: float, step: int, program: Program) -> Draw | None:
     )
 
 
-def packed(tree: Any, stage: int, device: torch.device) -> torch.Tensor:
-    """A tree as bytes, exact to the last bit and without pickles."""
-    tensors = to_tensors(tree, {}, stage)
-    places, end = packing.lay_out(tensors)
-    text = json.dumps([[*place, tensor.device.type] for place, tensor in zip(places, tensors, strict=True)]).encode()
-    block = torch.empty(packing.size_of(end, text), dtype=torch.uint8, device=device)
-    packing.pack([place.memory(block) for place in places], tensors)
-    packing.write_text(block, text)
-    return block
-
-
-def unpacked(block: torch.Tensor) -> Any:
-    """The tree of `packed`."""
-    rows = json.loads(packing.text_of(block))
-    tensors = (packing.PackedTensor(*row).copy(block, CPU if kind == "cpu" else block.device) for *row, kind in rows)
-    (tree,), _ = from_tensors(tuple(tensors))
-    return tree
-
-
 class WeightSums:
     """Finds weights whose bits change although nothing writes to them.
 
@@ -375,7 +356,7 @@ class Audit:
 
     def _start(self, data: torch.Tensor) -> None:
         """Begin to compute what was received again."""
-        record = unpacked(data)
+        record = _record_in(data)
         completed, begun, others = record["draw"].again[self.rank]
         again = self._repetition(record, [*completed, *begun, *others])
         again.compute([*completed, *begun], completed)
@@ -418,7 +399,7 @@ class Audit:
         if self._recorder is not None and self._draw is not None:
             record = self._recorder.record(self.device) | {"draw": self._draw}
             try:
-                self._data = packed(record, self._draw.stage, self.device)
+                self._data = block_of(to_tensors(record, {}, self._draw.stage), self.device)
             except ValueError as error:
                 raise ValueError(
                     f"audit: what stage {self._draw.stage} is given cannot be sent to another rank; give it in another "
@@ -481,7 +462,7 @@ class Audit:
                         self._exchange(peer, [data], [])
             else:
                 data = self._receive(auditor, size)
-        record = unpacked(data)
+        record = _record_in(data)
         microbatches: list[int] = sum(record["draw"].again[auditor], [])
         found = self._repetition(record, microbatches).results()
         self.num_computed += len(found)
@@ -499,6 +480,11 @@ class Audit:
         found, self.finding = self.finding, None
         assert found is not None
         return found
+
+
+def _record_in(block: torch.Tensor) -> Any:
+    (record,), _ = from_tensors(tensors_in_block(block))
+    return record
 
 
 def _finding(text: str, rank: int | None, stage: int | None = None, microbatch: int | None = None) -> CorruptionError:

@@ -7,6 +7,7 @@ are read, so the result is the same everywhere. On a device, values complete aft
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ import torch.distributed as dist
 
 from fastpipe.program import Program
 from fastpipe.runtime.common import (
+    CPU,
     Tensors,
     decoded,
     dense_all,
-    dtype_name,
-    dtype_of,
     encoded,
+    packing,
 )
 from fastpipe.runtime.coordination import Control, DeferredResults, Reply
 from fastpipe.runtime.executor import DeviceEvent, DeviceEvents, Spans
@@ -416,14 +417,13 @@ def unpack_spans(packed: Mapping[str, list[Any]]) -> Spans:
 
 
 def gather_outputs(
-    all_gather: Callable[..., Any], stage: Stage, device: torch.device, member: Membership, own: dict[int, Any]
+    all_gather: Callable[..., Any], stage: Stage, member: Membership, own: dict[int, Any]
 ) -> dict[int, Any]:
     """The last stage's outputs by microbatch, from all processes to every one of them. Collective, after a step.
 
     Args:
         all_gather: `Steps.all_gather`.
         stage: the last one of this process.
-        device: of the outputs.
         member: the group, and this process's place in it.
         own: the outputs of this process; returned unchanged.
 
@@ -433,51 +433,46 @@ def gather_outputs(
     """
     if member.size == 1:
         return own
-    packed: dict[int, Tensors] = {}
+    blocks: dict[int, torch.Tensor] = {}
 
-    def headers() -> Reply:
+    def size() -> Reply:
         if not dist.is_initialized():
             raise RuntimeError(
                 "gather_outputs: the process group has been destroyed, and outputs are sent over it: call "
                 "dist.destroy_process_group() after the last step"
             )
-        for i, output in sorted(own.items()):
-            # in a dict, which preserves tuples
-            packed[i] = dense_all(to_tensors({"output": output}, {}, stage.index, mesh=stage.mesh))
-        return {"outputs": [[i, [[dtype_name(t.dtype), t.shape] for t in tensors]] for i, tensors in packed.items()]}
+        if own:
+            blocks[member.rank] = block_of(dense_all(to_tensors(own, {}, stage.index, mesh=stage.mesh)), member.device)
+        return {"bytes": len(blocks[member.rank]) if own else 0}
 
-    arrived: dict[int, Tensors] = {}
+    def broadcast(replies: Sequence[Reply]) -> None:
+        for rank, reply in enumerate(replies):
+            if reply["bytes"]:
+                arriving = torch.empty(reply["bytes"], dtype=torch.uint8, device=member.device)
+                block = blocks.setdefault(rank, arriving)
+                dist.broadcast(block, src=member.ranks[rank], group=member.group)
 
-    def receive(replies: Sequence[Reply]) -> None:
-        arrived.update(_received(replies, packed, member, device))
-
-    all_gather("gather_outputs", headers, receive)
+    all_gather("gather_outputs", size, broadcast)
     outputs = dict(own)
-    for i, tensors in arrived.items():
-        ((value,), _) = from_tensors(tensors, mesh=stage.mesh)
-        outputs[i] = value["output"]
+    for rank, block in blocks.items():
+        if rank != member.rank:
+            (found,), _ = from_tensors(tensors_in_block(block), mesh=stage.mesh)
+            outputs |= found
     return outputs
 
 
-def _received(
-    replies: Sequence[Reply], packed: Mapping[int, Tensors], member: Membership, device: torch.device
-) -> dict[int, Tensors]:
-    """The tensors of other ranks' outputs, by microbatch; ``packed`` are this rank's, for the others."""
-    works, arriving = [], {}
-    for rank, reply in enumerate(replies):
-        for i, received in reply["outputs"]:
-            tensors = packed.get(i, ())
-            if rank != member.rank:
-                tensors = tuple(torch.empty(shape, dtype=dtype_of(dtype), device=device) for dtype, shape in received)
-                arriving[i] = tensors
-            works += [_broadcast(tensor, member, rank) for tensor in tensors if tensor.numel()]
-    for work in works:
-        work.wait()  # on a device the current stream waits
-    return arriving
+def block_of(tensors: Tensors, device: torch.device) -> torch.Tensor:
+    """Tensors as bytes, exact to the last bit, on a device that sends them."""
+    places, end = packing.lay_out(tensors)
+    text = json.dumps([[*place, tensor.device.type] for place, tensor in zip(places, tensors, strict=True)]).encode()
+    block = torch.empty(packing.size_of(end, text), dtype=torch.uint8, device=device)
+    packing.pack([place.memory(block) for place in places], tensors)
+    packing.write_text(block, text)
+    return block
 
 
-def _broadcast(tensor: torch.Tensor, member: Membership, rank: int) -> Any:
-    """Begin to broadcast as bytes, since not every backend supports every dtype."""
-    # a receive buffer is contiguous, so `line` is a view of it
-    line = tensor.to(member.device).contiguous().view(-1).view(torch.uint8)
-    return dist.broadcast(line, src=member.ranks[rank], group=member.group, async_op=True)
+def tensors_in_block(block: torch.Tensor) -> Tensors:
+    """The tensors of `block_of`: those of a CPU on the CPU, the others on the block's device."""
+    rows = json.loads(packing.text_of(block))
+    places = ((packing.PackedTensor(*place), CPU if kind == "cpu" else block.device) for *place, kind in rows)
+    return tuple(place.copy(block, device) for place, device in places)

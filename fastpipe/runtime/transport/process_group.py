@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -108,15 +108,6 @@ def read_header(header: torch.Tensor) -> Specs | None:
     return tuple(specs)
 
 
-@dataclass(eq=False)
-class _Receive:
-    """A pending receive: queued (announcing) or posted."""
-
-    message: Message
-    tensors: Tensors | None = None
-    works: list[Any] = field(default_factory=list)
-
-
 class _ProcessGroupEndpoint(Endpoint):
     """One rank's side of `ProcessGroups`, on a CPU."""
 
@@ -127,41 +118,43 @@ class _ProcessGroupEndpoint(Endpoint):
         self.channels = channels
         self.rank = rank
         self.timeout = timedelta(seconds=timeout)
-        self.queued: dict[int, deque[_Receive]] = {}
-        self.receives: dict[int, _Receive] = {}
+        self.queued: dict[int, deque[tuple[int, Message]]] = {}
+        """Where messages are announced: the slots that are to receive, by channel."""
+        self.receives: dict[int, tuple[list[Any], Tensors]] = {}
+        """The posted receives, by slot."""
         self.sends: dict[int, tuple[int, list[Any]]] = {}
         self.broken: set[int] = set()
 
     def post_recv(self, message: Message, channel: int, slot: int) -> None:
-        receive = self.receives[slot] = _Receive(message)
         if self.announcing:
-            self.queued.setdefault(channel, deque()).append(receive)
+            self.queued.setdefault(channel, deque()).append((slot, message))
         elif self._peer(channel) not in self.broken:
-            self._post(receive, channel, self.specs[message])
+            self._post(slot, channel, self.specs[message])
 
     def wait_recv(self, channel: int, slot: int) -> Tensors | None:
-        receive = self.receives.pop(slot)
         if self._peer(channel) in self.broken:
+            self.receives.pop(slot, None)
             return None
-        queue = self.queued.get(channel)
-        while queue and receive in queue:
-            self._receive_announced(queue.popleft(), channel)
-        self._wait(receive.works, channel)
-        return receive.tensors
+        queue = self.queued.get(channel, deque())
+        while any(queued == slot for queued, _ in queue):
+            self._receive_announced(*queue.popleft(), channel)
+        works, tensors = self.receives.pop(slot, ([], None))
+        self._wait(works, channel)
+        return tensors
 
-    def _receive_announced(self, receive: _Receive, channel: int) -> None:
+    def _receive_announced(self, slot: int, message: Message, channel: int) -> None:
         header = torch.empty(HEADER, dtype=torch.int64)
         self._wait([self._start("recv", header, channel)], channel)
         specs = read_header(header)
         if specs is not None:
-            self.specs[receive.message] = specs
-            self._post(receive, channel, specs)
+            self.specs[message] = specs
+            self._post(slot, channel, specs)
 
-    def _post(self, receive: _Receive, channel: int, specs: Specs) -> None:
+    def _post(self, slot: int, channel: int, specs: Specs) -> None:
         buffers = [spec.empty() for spec in specs]
-        receive.works = [self._start("recv", flat(buffer), channel) for buffer in buffers]
+        works = [self._start("recv", flat(buffer), channel) for buffer in buffers]
         pairs = zip(buffers, specs, strict=True)
-        receive.tensors = tuple(buffer.requires_grad_(spec.requires_grad) for buffer, spec in pairs)
+        self.receives[slot] = works, tuple(buffer.requires_grad_(spec.requires_grad) for buffer, spec in pairs)
 
     def send(self, message: Message, channel: int, number: int, tensors: Tensors | None) -> None:
         ready = None if tensors is None else self.prepare(message, tensors)

@@ -34,25 +34,30 @@ from fastpipe.runtime.transport.transport import Transport
 
 
 class SharedMemory(Transport):
-    """Transport between processes of one host and user, on CPUs; made by `select_transport`.
+    """Transport between processes of one host and user; made by `select_transport`.
 
     Args:
         link: this rank's side, connected to its peers.
+        engine: copies messages between devices; None between CPUs.
     """
 
-    kind = "shared_memory"
     lanes = "directed"
     has_endpoint = False
 
-    def __init__(self, link: Any, member: Membership) -> None:
+    def __init__(self, link: Any, member: Membership, engine: Any = None) -> None:
+        self.kind = "shared_memory" if engine is None else "cuda_ipc"
         self.link = link
         self.member = member
+        runtime: Any = native.load()
+        self._copies = None if engine is None else runtime.CopyEngineLink(link, engine, member.timeout)
         self._own: list[OwnGroups] = []  # one, once it is needed
         self.waits = make_waits()
 
     def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
         """See `Transport.native`."""
-        return runtime.over_shared_memory(self.link, program.channels, program.columns)
+        if self._copies is None:
+            return runtime.over_shared_memory(self.link, program.channels, program.columns)
+        return runtime.over_copy_engines(self._copies, program.channels, program.columns, self.member.device)
 
     def exchange(
         self, peer: int, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None
@@ -74,11 +79,13 @@ class SharedMemory(Transport):
         return self._own[0].groups[0]
 
     def close(self) -> None:
-        """Close the group. Shared memory is freed with the last tensor in it."""
+        """Close the group. Memory is freed with the last tensor in it; that of devices once all sends have arrived."""
+        self._copies = None
         end_groups(self._own, settle=True)
 
     def abort(self) -> None:
-        """See `Transport.abort`."""
+        """See `Transport.abort`; unblocks peers whose devices wait for this rank."""
+        self._copies = None
         end_groups(self._own, settle=False)
 
     def unblock(self, failure: Failure) -> None:
@@ -88,36 +95,8 @@ class SharedMemory(Transport):
 
     def describe(self) -> str:
         """See `Transport.describe`."""
-        return f"{super().describe()}, {self.member.size} processes of one host"
-
-
-class CudaIpc(SharedMemory):
-    """Transport between processes of one host, on GPUs that may be shared; made by `select_transport`."""
-
-    kind = "cuda_ipc"
-
-    def __init__(self, link: Any, engine: Any, member: Membership) -> None:
-        super().__init__(link, member)
-        runtime: Any = native.load()
-        self._copies: Any = runtime.CopyEngineLink(link, engine, member.timeout)
-
-    def native(self, runtime: Any, program: Program, rank: int, timeout: float) -> Any:
-        """See `Transport.native`."""
-        return runtime.over_copy_engines(self._copies, program.channels, program.columns, self.member.device)
-
-    def close(self) -> None:
-        """Free the device's memory for messages after all sends have arrived."""
-        self._copies = None
-        super().close()
-
-    def abort(self) -> None:
-        """See `Transport.abort`; unblocks peers that wait for this rank."""
-        self._copies = None
-        super().abort()
-
-    def describe(self) -> str:
-        """See `Transport.describe`."""
-        return f"{super().describe()}, copied by their devices"
+        by_devices = ", copied by their devices" if self.kind == "cuda_ipc" else ""
+        return f"{super().describe()}, {self.member.size} processes of one host{by_devices}"
 
 
 HostGroups = Sequence[Sequence[int]]
@@ -179,7 +158,7 @@ Offer = dict[str, Any]
 Exchange = Callable[[str, dict[str, Any]], Sequence[dict[str, Any]]]
 
 _GROUPS: dict[str, type[ProcessGroups]] = {made.kind: made for made in (ProcessGroups, CoalescedGroups)}
-CHOICES: dict[str, type[Transport]] = {SharedMemory.kind: SharedMemory, CudaIpc.kind: CudaIpc, **_GROUPS}
+CHOICES: dict[str, type[Transport]] = {"shared_memory": SharedMemory, "cuda_ipc": SharedMemory, **_GROUPS}
 """Transports of several processes that can be selected by name."""
 _SAME = {
     "host": "they are not all on one host",
@@ -222,7 +201,7 @@ def select_transport(
     by_engine = choice == "cuda_ipc"
     link, trial, host_groups, why = find_host_groups(exchange, member, num_sharing, by_engine, by_python)
     if len(host_groups) == 1:
-        return CudaIpc(link, trial[0], member) if trial else SharedMemory(link, member)
+        return SharedMemory(link, member, trial and trial[0])
     if choice != "auto":
         raise ValueError(f"transport = {choice!r}: {why}; use 'auto' or 'process_group'")
     if len(host_groups) == member.size:
