@@ -592,8 +592,8 @@ class Blocks(nn.ModuleList):
         block = children_of(self).get(str(number))
         found = (flow.hidden, *[None] * (self._length - 1)) if self._length else flow.hidden
         if block is not None:
-            inputs = flow.hidden, *args
-            found = recomputed(block, block, inputs, kwargs) if flow.recomputes else block(*inputs, **kwargs)
+            call = partial(recomputed, block, block) if flow.recomputes else block
+            found = call(flow.hidden, *args, **kwargs)
             flow.hidden = found[0] if self._length else found
         return found
 
