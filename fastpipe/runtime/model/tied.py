@@ -239,7 +239,8 @@ class Shared:
         """Set the aliases in the later stages; copy the first stage's shard to theirs."""
         for stage, alias in self.aliases.items():
             if self.is_sharded:
-                local_part(alias).detach().copy_(local_part(self.parameter))
+                with torch.no_grad():
+                    local_part(alias).copy_(local_part(self.parameter))
                 alias.requires_grad_(self.parameter.requires_grad)
             else:
                 bind_alias(alias, self.parameter)
