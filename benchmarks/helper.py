@@ -55,10 +55,9 @@ def measure(width: int, rows: int, options: Any) -> list[str]:
         measures = {way: partial(group.time, way, options.steps) for way in WAYS}
         found = interleaved(measures, options.rounds, f"width {width}", warm_up=3)
         (before,) = group.call("counts")
-        before = (before.together, before.in_order)
         group.call("auto", options.steps)
         (after,) = group.call("counts")
-    together, in_order = after.together - before[0], after.in_order - before[1]
+    together, in_order = (after[way] - before[way] for way in ("together", "in order"))
     count = options.stages * options.microbatches
     times = [spread([seconds / count for seconds in found[way]], 1e6) for way in WAYS]
     chosen = f"{100 * together / max(1, together + in_order):.0f} %"

@@ -31,6 +31,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fastpipe.checks import as_path
+
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 FILE_PREFIX = "rank{}_"
@@ -100,15 +102,9 @@ def damaged(folder: Path, name: str, what: str) -> ValueError:
     )
 
 
-def real_path(path: str | os.PathLike[str], name: str = "path") -> Path:
-    """The path without links.
-
-    Raises:
-        TypeError: for anything but a path, with the argument's name.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{name} = {path!r}: give the path of a folder, as a str or a pathlib.Path")
-    return Path(os.path.realpath(path))
+def real_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a folder without links."""
+    return Path(os.path.realpath(as_path(path, what="folder")))
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
@@ -196,8 +192,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         The path of the checkpoint that was saved last; None if there is no checkpoint, or no such folder.
     """
     found: dict[Path, int] = {}
-    real_path(folder, "folder")
-    for path in _places(Path(folder)):
+    for path in _places(as_path(folder, "folder", "folder")):
         try:
             manifest = check_files(path)
             found[path] = manifest.saved if manifest else (path / METADATA).stat().st_mtime_ns

@@ -65,10 +65,9 @@ def check_type(expected: Any, hint: str = "", /, **given: Any) -> None:
             raise TypeError(f"{name}: expected {' or '.join(names)}, found {type(value).__name__}{more}")
 
 
-def as_path(path: Any, name: str = "path") -> Path:
+def as_path(path: Any, name: str = "path", what: str = "file") -> Path:
     """The path of a file or folder; refuses, by name, what is none."""
     if not (isinstance(path, str | PathLike) and isinstance(fspath(path), str) and fspath(path)):
-        what = "folder" if name == "folder" else "file"
         raise TypeError(f"{name} = {path!r}: give the name of a {what}, a str or a Path")
     return Path(path)
 

@@ -14,7 +14,7 @@ from fastpipe.runtime.common import listed
 from fastpipe.runtime.construction import LocalStages
 from fastpipe.runtime.data_parallel import unwrapped
 from fastpipe.runtime.model import NONE, state_prefix
-from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, RngUsage, Stage
+from fastpipe.runtime.stage import FUSED, IN_ORDER, IN_TURNS, TOGETHER, RngUsage, Stage
 from fastpipe.runtime.step import Steps
 
 WITHOUT_EXTENSION = "without the native extension I computes all gradients, and W none"
@@ -38,7 +38,7 @@ def describe(
         lines.append(f"audit       {steps.audit or 'no: the device may not compute the same bits twice'}")
     if execution.cuda_graph:
         lines.append(f"cuda graph  {steps.ranks.recording_text()}")
-    if steps.programs.has_pairs(num_microbatches) or steps.ranks.pair_counts().total:
+    if steps.programs.has_pairs(num_microbatches) or steps.ranks.pair_counts():
         program = steps.programs.program(num_microbatches, forward_only=False)
         lines.append(f"pairs       {pairs_text(steps, program, local)}")
     return "\n".join(lines)
@@ -145,9 +145,9 @@ def pairs_text(steps: Steps, program: Program, local: LocalStages) -> str:
     fused = sorted({stage.index for stage in stages if stage.fuses})
     if fused:
         text += f"; stages {listed(fused, most=None)} by their own overlapped_forward_backward, with each other"
-    if counts.total:
-        text += f"; so far {counts.together} together, {counts.in_order} in order, {counts.fused} by the modules"
-        text += f", {counts.in_turns} in turns" if counts.in_turns else ""
+    if counts:
+        text += f"; so far {counts[TOGETHER]} together, {counts[IN_ORDER]} in order, {counts[FUSED]} by the modules"
+        text += f", {counts[IN_TURNS]} in turns" if counts[IN_TURNS] else ""
     return text
 
 

@@ -143,7 +143,7 @@ class MemoryCheckpoint:
                     f"keep = {keep!r}: give a whole number of at least 1: on how many hosts a copy is kept"
                 )
             check_type(str | None, name=name)
-            if not as_path(folder, "folder").is_dir():
+            if not as_path(folder, "folder", "folder").is_dir():
                 raise ValueError(f"folder = {os.fspath(folder)!r}: there is no such folder; give a tmpfs of every host")
             return {"job": f"name={name}" if name else _job()}
 

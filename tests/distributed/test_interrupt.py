@@ -79,7 +79,7 @@ def interrupted_in_a_pair(victim: int, way: dict[str, str]) -> dict[str, Any]:
     batch = case.batches(1, rows_for(COUNT))[0]
     for _ in range(2):
         pipe.step(*batch.args, target=batch.target)
-    together = pipe._steps.ranks.pair_counts().together
+    together = pipe._steps.ranks.pair_counts()["together"]
     with pytest.raises((KeyboardInterrupt, StepError)) as caught:
         pipe.step(*batch.args, target=batch.target)
     again = [float(pipe.step(*batch.args, target=batch.target).loss) for _ in range(2)]

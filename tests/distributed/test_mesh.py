@@ -418,7 +418,7 @@ def replicated(kind: str, schedule: str, wrap: str) -> None:
     if wrap == "fully_shard":  # clipping refuses experts that are no DTensors
         total = torch.stack([grad.norm() for grad in expected.values()]).norm()
         torch.testing.assert_close(pipe.clip_grad_norm_(0.5), total)
-    assert (pipe._steps.ranks.pair_counts().in_turns > 0) == (kind == "ep" and schedule == "dualpipev")
+    assert (pipe._steps.ranks.pair_counts()["in turns"] > 0) == (kind == "ep" and schedule == "dualpipev")
 
 
 def sharded_step(kind: str, mesh: DeviceMesh, pipe: Pipeline, unsplit: list[nn.Sequential]) -> dict[str, torch.Tensor]:

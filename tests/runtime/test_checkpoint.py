@@ -688,7 +688,7 @@ def test_a_path_that_is_none_and_arguments_in_another_order(tmp_path: Path) -> N
     for call in (save_checkpoint, load_checkpoint):
         with pytest.raises(TypeError, match="pipe: expected a Pipeline, found .*Path; give it after the path"):
             call(pipe, tmp_path)  # type: ignore[operator]
-        with pytest.raises(TypeError, match="path = None: give the path of a folder"):
+        with pytest.raises(TypeError, match="path = None: give the name of a folder"):
             call(None, pipe)  # type: ignore[operator]
         with pytest.raises(TypeError, match="group: expected a ProcessGroup or None, found str"):
             call(tmp_path, pipe, group="all")  # type: ignore[operator]

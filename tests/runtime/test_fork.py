@@ -22,7 +22,7 @@ def trained(executor: str) -> Pipeline:
     pipe = Pipeline(layers, "dualpipev", COUNT, nn.functional.mse_loss, **options)
     for _ in range(3):  # in the first one pairs run in order, since it looks for random numbers
         step(pipe)
-    assert (pipe._steps.ranks.pair_counts().together > 0) == (executor == "native")
+    assert (pipe._steps.ranks.pair_counts()["together"] > 0) == (executor == "native")
     return pipe
 
 

@@ -19,7 +19,7 @@ def test_the_modules_own_method(schedule: str, executor: str) -> None:
     Own.calls = 0
     compare(pipe, layers_of(Layer, count))
     pairs = sum(bool(action.pair_stage >= 0) for rank in pipe.schedule for action in rank)
-    assert Own.calls == 3 * pairs == pipe._steps.ranks.pair_counts().fused > 0
+    assert Own.calls == 3 * pairs == pipe._steps.ranks.pair_counts()["fused"] > 0
 
 
 @pytest.mark.parametrize(("reduction", "rng"), [("mean", "per_microbatch"), ("sum", None)])
@@ -37,7 +37,7 @@ def test_the_method_with_everything_else(reduction: str, rng: str | None, execut
         )
         assert result.loss is not None and same_bits(result.loss, reference.loss)
         assert not unequal(pipe, Chain(dict(enumerate(unsplit))))
-    assert pipe._steps.ranks.pair_counts().fused > 0
+    assert pipe._steps.ranks.pair_counts()["fused"] > 0
 
 
 def test_output_gradients_instead_of_a_loss(executor: str) -> None:
@@ -46,7 +46,7 @@ def test_output_gradients_instead_of_a_loss(executor: str) -> None:
     for pipe in pipes:
         pipe.step(x, output_grad=y)
     assert not unequal(pipes[0], model_of(pipes[1]))
-    assert pipes[0]._steps.ranks.pair_counts().fused > 0
+    assert pipes[0]._steps.ranks.pair_counts()["fused"] > 0
 
 
 def test_a_chain_of_layers_is_no_module_of_its_own(executor: str) -> None:

@@ -166,10 +166,10 @@ streams, caches = [torch.Stream(device="fake") for _ in range(2)], [TreespecCach
 for stream, cache in zip(streams, caches):
     with stream:
         cache.begin(0, True)
-        cache.make(0, b"tree", True) + 1
+        cache.make(0, b"tree\\n[]") + 1
 for microbatch in range(1, 300):
     with streams[0]:
-        caches[0].make(microbatch, str(microbatch).encode(), True)
+        caches[0].make(microbatch, b"%d\\n[]" % microbatch)
 print("treespecs", races())
 """
 

@@ -174,7 +174,7 @@ def test_threads_are_in_regions_of_autocast_as_the_caller(schedule: str, depth: 
             pipe.step(torch.randn(ROWS, WIDTH), target=torch.randn(ROWS, WIDTH))
     assert set(noted) == {depth} and len(noted) == 2 * 2 * len(layers) * 8
     are_together = schedule == "dualpipev" and executor == "native"
-    assert (pipe._steps.ranks.pair_counts().together > 0) == are_together
+    assert (pipe._steps.ranks.pair_counts()["together"] > 0) == are_together
 
 
 def test_the_end_of_a_thread_keeps_the_casts_of_parameters() -> None:

@@ -137,8 +137,8 @@ def test_a_manifest_that_is_a_folder(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
 
 
-@pytest.mark.parametrize("path", [None, 3, b"saved"])
+@pytest.mark.parametrize("path", [None, 3, b"saved", ""])
 def test_what_is_no_path(path: object) -> None:
     for name, call in (("path", locate), ("path", check_target), ("folder", latest_checkpoint)):
-        with pytest.raises(TypeError, match=rf"^{name} = {path!r}: give the path of a folder, as a str or a pathlib"):
+        with pytest.raises(TypeError, match=rf"^{name} = {path!r}: give the name of a folder, a str or a Path"):
             call(path)  # type: ignore[operator]

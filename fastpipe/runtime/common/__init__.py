@@ -46,7 +46,6 @@ from fastpipe.runtime.common.modules import (
     dense_grad,
     grad_dtype_of,
     has_grad_dtype,
-    keep_buffers,
     keep_state,
     on_meta,
     set_grad_dtype,

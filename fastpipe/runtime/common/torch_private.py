@@ -706,7 +706,7 @@ PRIVATE = (
     Private(nn.Module, "_non_persistent_buffers_set", "which of them its state leaves out", "split and traced models"),
     Private(nn.Module, "_forward_hooks _forward_pre_hooks _compiled_call_impl", "what a call does", "split models"),
     Private(nn.Module, "_backward_hooks _backward_pre_hooks", "hooks that no stage would call", "split models"),
-    Private("torch", "_disable_dynamo", "to stop a forward where a stage ends", "split models in compiled stages"),
+    Private("torch", "_disable_dynamo", "what is not traced", "split models and all_to_all in compiled stages"),
     Private(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "_CHECKPOINT_PREFIX",

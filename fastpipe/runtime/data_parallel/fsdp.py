@@ -62,6 +62,7 @@ class Sharded(DataParallel):
         """The parameter groups, which are gathered and reduced together."""
         if not self._groups:
             raise ValueError(f"stages: stage {stage} has fully_shard and no parameters; leave fully_shard out there")
+        self._parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
         self._check_groups()
         meshes = dict.fromkeys(group.mesh_info.mesh for group in self._groups)
         self.device: torch.device = self._groups[0].device
@@ -185,8 +186,8 @@ class Sharded(DataParallel):
 
     def _trained(self) -> int:
         """A digest of which parameters are trained in this step, of 24 bits, so that sums of squares fit."""
-        parameters = (parameter.sharded_param for group in self._groups for parameter in group.fsdp_params)
-        return zlib.crc32(bytes(parameter.requires_grad for parameter in parameters)) >> 8 if self._mode else 0
+        flags = bytes(parameter.sharded_param.requires_grad for parameter in self._parameters)
+        return zlib.crc32(flags) >> 8 if self._mode else 0
 
     def _compared(
         self, count: int, total: int, squares: int, modes: int, mode_squares: int, trained: int, trained_squares: int
@@ -226,7 +227,7 @@ class Sharded(DataParallel):
     @property
     def folds(self) -> bool:
         """Whether gradients are summed in another dtype than they are computed in."""
-        return any(parameter.reduce_dtype is not None for group in self._groups for parameter in group.fsdp_params)
+        return any(parameter.reduce_dtype is not None for parameter in self._parameters)
 
     def fold(self) -> None:
         """Add a microbatch's gradients in the dtype of the sum."""
@@ -308,7 +309,7 @@ class Sharded(DataParallel):
 
     def _compare(self, failure: str | None, deadline: float) -> None:
         """Raise unless all replicas completed the step; drop zeros of parameters that none of them has used."""
-        reduced = [parameter for group in self._groups for parameter in group.fsdp_params] if self._reduces else []
+        reduced = self._parameters if self._reduces else []
         used = [int(parameter not in self._unused) for parameter in reduced]
         sums = torch.tensor([int(failure is not None), 0, *used], dtype=torch.int64, device=self.device)
         for group in self.groups:
@@ -336,8 +337,7 @@ class Sharded(DataParallel):
 
     def _of(self, parameter: nn.Parameter) -> Any:
         """FSDP's object of a shard."""
-        found = (known for group in self._groups for known in group.fsdp_params if known.sharded_param is parameter)
-        return next(found, None)
+        return next((known for known in self._parameters if known.sharded_param is parameter), None)
 
     def leaf(self, parameter: nn.Parameter) -> torch.Tensor:
         """The gathered parameter, which the forward uses."""
@@ -354,15 +354,14 @@ class Sharded(DataParallel):
 
     def put_aside(self) -> Callable[[], None]:
         """Save the gradients of gathered parameters."""
-        known = [parameter for group in self._groups for parameter in group.fsdp_params]
-        leaves = [leaf for leaf in map(torch_private.unsharded, known) if leaf is not None]
-        waiting = [(p, "unsharded_accumulated_grad", p.unsharded_accumulated_grad) for p in known]
+        leaves = [leaf for leaf in map(torch_private.unsharded, self._parameters) if leaf is not None]
+        waiting = [(p, "unsharded_accumulated_grad", p.unsharded_accumulated_grad) for p in self._parameters]
         kept = [*waiting, *((leaf, "grad", leaf.grad) for leaf in leaves)]
         for owner, name, _ in kept:
             setattr(owner, name, None)
 
         def put_back() -> None:
-            for parameter in known:
+            for parameter in self._parameters:
                 if (leaf := torch_private.unsharded(parameter)) is not None:
                     # created since, without a saved gradient
                     leaf.grad = None

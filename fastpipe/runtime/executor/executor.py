@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -24,7 +25,17 @@ from fastpipe.dependencies import feeds
 from fastpipe.program import ChannelKind, Instruction, Op, Program
 from fastpipe.runtime import native
 from fastpipe.runtime.common import CPU, Tensors, handed_over, torch_private
-from fastpipe.runtime.stage import IN_ORDER, IN_TURNS, WAYS, PairCounts, Stage, in_turns, last_microbatches, make_helper
+from fastpipe.runtime.stage import (
+    FUSED,
+    IN_ORDER,
+    IN_TURNS,
+    TOGETHER,
+    WAYS,
+    Stage,
+    in_turns,
+    last_microbatches,
+    make_helper,
+)
 from fastpipe.runtime.transport import Message, Transport
 
 Seconds = npt.NDArray[np.float64]
@@ -110,8 +121,8 @@ class Executor(ABC):
         return ()
 
     @abstractmethod
-    def pair_counts(self) -> PairCounts:
-        """Number of pairs run each way so far."""
+    def pair_counts(self) -> Counter[str]:
+        """Number of pairs run each way so far: `TOGETHER`, `IN_ORDER`, `IN_TURNS` or `FUSED`."""
 
     def run_collective(self, stage: Stage, op: int, failed: bool) -> None:
         """See `Stage.run_collective`."""
@@ -234,9 +245,9 @@ class NativeExecutor(Executor):
         """See `Executor.checks`."""
         return (self._native.check,)
 
-    def pair_counts(self) -> PairCounts:
+    def pair_counts(self) -> Counter[str]:
         """See `Executor.pair_counts`."""
-        return PairCounts(*self._native.pair_counts())
+        return Counter(dict(zip((TOGETHER, IN_ORDER, FUSED, IN_TURNS), self._native.pair_counts(), strict=True)))
 
     def position(self) -> int:
         """See `Executor.position`."""
@@ -270,7 +281,7 @@ class PythonExecutor(Executor):
         self.made: dict[Message, Tensors] = {}
         self.failed = False
         self.error: BaseException | None = None
-        self._counts = PairCounts()
+        self._counts = Counter[str]()
         self._instructions = list(self.program[self.rank])
         self._actions = [it.action for it in self._instructions]
         self._last_backwards = last_backwards(self._instructions)
@@ -393,15 +404,15 @@ class PythonExecutor(Executor):
     def _overlapped(self, it: Instruction) -> None:
         stage, pair = self.stages[it.stage], self.stages[it.pair_stage]
         if stage.fuses_with(pair) and self._fused(it):
-            self._counts.fused += 1
+            self._counts[FUSED] += 1
             return
         forward = partial(self._forward, it.stage, it.microbatch)
         backward = partial(self._backward, it.pair_stage, it.pair_microbatch)
         labelled = partial(_labelled, f"{it.pair_stage}B{it.pair_microbatch}", backward)
         if self.pairs == IN_TURNS and stage.can_alternate(pair):
-            self._counts.in_turns += 1
+            self._counts[IN_TURNS] += 1
             return self._in_turns(forward, labelled, pair.exchanges)
-        self._counts.in_order += 1
+        self._counts[IN_ORDER] += 1
         forward()
         labelled()
 
@@ -419,7 +430,7 @@ class PythonExecutor(Executor):
         self._keep(ActionKind.B, *backward, found[1])
         return True
 
-    def pair_counts(self) -> PairCounts:
+    def pair_counts(self) -> Counter[str]:
         """See `Executor.pair_counts`."""
         return self._counts
 

@@ -12,11 +12,12 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from contextvars import copy_context
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,7 @@ from fastpipe.runtime.common import (
 )
 from fastpipe.runtime.data_parallel import DataParallel
 from fastpipe.runtime.executor.executor import Check, Executor, NativeExecutor, PythonExecutor, Seconds
-from fastpipe.runtime.stage import PairCounts, Stage
+from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.transport import MeshGroups, Transport, leave_groups
 
 Spans = dict[int, tuple[Seconds, Seconds]]
@@ -350,10 +351,10 @@ class LocalRanks:
             self._await_replicas(rank, found, refusal)
         return self._taken()  # no frame that an exception went through holds it
 
-    def pair_counts(self) -> PairCounts:
-        """Number of pairs run each way so far, on all local ranks."""
-        each = [astuple(executor.pair_counts()) for found in self._executors.values() for executor in found]
-        return PairCounts(*map(sum, zip(*each, strict=True)))
+    def pair_counts(self) -> Counter[str]:
+        """Number of pairs run each way so far, on all local ranks; see `Executor.pair_counts`."""
+        each = (executor.pair_counts() for found in self._executors.values() for executor in found)
+        return sum(each, Counter())
 
     def recording_text(self) -> str:
         """One line about recorded and replayed steps."""

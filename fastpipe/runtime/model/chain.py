@@ -13,7 +13,9 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any, NoReturn, Self
 
@@ -190,8 +192,8 @@ def recompute_of(policy: Policy, stage: int, module: nn.Module) -> str:
     return way
 
 
-def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Call a function that saves only its inputs for the backward.
+def recomputed(function: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with these arguments, which are all that is saved for the backward.
 
     Args:
         function: called again in the backward.
@@ -203,16 +205,14 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    tensors = tensor_leaves((args, dict(kwargs)))
+    tensors = tensor_leaves((args, kwargs))
     versions = [version_of(tensor) for tensor in tensors]
     is_repetition = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_repetition
-        if not is_repetition:
+        with before.repeated() if is_repetition else nullcontext():
             is_repetition = True
-            return function(*args, **kwargs)
-        with before.repeated():
             return function(*args, **kwargs)
 
     before = StateBefore(module)
@@ -310,7 +310,7 @@ class Chain(WholeNames):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layers."""
-        return self._run(*args, **kwargs) if self._recompute != FULL else recomputed(self._run, self, args, kwargs)
+        return self._run(*args, **kwargs) if self._recompute != FULL else recomputed(self._run, self, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         value: Any = args
@@ -320,9 +320,10 @@ class Chain(WholeNames):
         for layer, names in zip(layers, self._names, strict=True):
             inputs, named = as_arguments(value), selected(kwargs, names)
             try:
-                value = (
-                    layer(*inputs, **named) if self._recompute != LAYERS else recomputed(layer, layer, inputs, named)
-                )
+                if self._recompute == LAYERS:
+                    value = recomputed(layer, layer, *inputs, **named)
+                else:
+                    value = layer(*inputs, **named)
             except TypeError as error:
                 _note_inputs(error, layer, len(inputs), named)
                 raise
@@ -583,7 +584,7 @@ def with_recompute(
             f"recompute = {way!r}: stage {stage} is {wrapper}, and a wrapper must not run twice; give "
             "the model's layers as a list, use 'layers' if it is of fastpipe.split, or torch.utils.checkpoint within it"
         )
-    return lambda *args, **kwargs: recomputed(module, module, args, kwargs)
+    return partial(recomputed, module, module)
 
 
 def accepted_names(module: nn.Module) -> frozenset[str] | None:

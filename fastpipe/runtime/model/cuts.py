@@ -26,6 +26,7 @@ from fastpipe.runtime.common import (
     on_meta,
     pytree,
     tensor_leaves,
+    tensors_of,
     time_when_idle,
     torch_private,
 )
@@ -123,8 +124,7 @@ class _Fake(WholeNames):
         super().__init__()
         # not a child, whose tensors are real
         self._layer = [layer]
-        tensors = (*layer.named_parameters(), *layer.named_buffers())
-        self._tensors: dict[str, torch.Tensor] = {name: _faked(tensor, mode) for name, tensor in tensors}
+        self._tensors = {name: _faked(tensor, mode) for name, tensor in tensors_of(layer)}
 
     def accepts(self) -> frozenset[str] | None:
         """The layer's keyword arguments."""

@@ -303,12 +303,12 @@ class HuggingFaceStage(WholeNames):
         own = [i - 1 for i in layers if 0 < i <= len(all_blocks)]
         children_of(holder)[last] = Blocks(all_blocks, own, layout.length, flow)
         for path in (*(() if self.is_first else layout.before), *(() if self.is_last else layout.after)):
-            _replace(whole, path, Placeholder(whole.get_submodule(path), flow))
+            whole.set_submodule(path, Placeholder(whole.get_submodule(path), flow))
         for path in layout.everywhere:
             # some of them store the longest text so far
             part = whole.get_submodule(path)
             own_part = copy.deepcopy(part)
-            _replace(whole, path, own_part)
+            whole.set_submodule(path, own_part)
             copied += zip(own_part.modules(), part.modules(), strict=True)
         run = whole if self.is_last or not outer else whole.get_submodule(outer[0])
         self._main = model.main_input_name
@@ -381,11 +381,6 @@ class HuggingFaceStage(WholeNames):
             return flow.hidden
         finally:
             flow.begin(None)
-
-
-def _replace(whole: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    children_of(whole.get_submodule(parent))[name] = module
 
 
 def _examine(model: Any, example: Collection[str], run: Callable[[], Any] | None) -> tuple[str, _Layout]:
@@ -592,8 +587,8 @@ class Blocks(nn.ModuleList):
         block = children_of(self).get(str(number))
         found = (flow.hidden, *[None] * (self._length - 1)) if self._length else flow.hidden
         if block is not None:
-            inputs = flow.hidden, *args
-            found = recomputed(block, block, inputs, kwargs) if flow.recomputes else block(*inputs, **kwargs)
+            call = partial(recomputed, block, block) if flow.recomputes else block
+            found = call(flow.hidden, *args, **kwargs)
             flow.hidden = found[0] if self._length else found
         return found
 

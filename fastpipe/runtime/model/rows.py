@@ -222,14 +222,15 @@ class RowStage(WholeNames):
             values = self._run_before(model, row, args, {**row.defaults, **kwargs})
             values = self._run(row.first, self._call, values, self)
         for module, layer in self._own:
-            values = self._run(layer, partial(_recomputed, module) if self._recomputes else module, values, module)
+            call = partial(recomputed, module, module) if self._recomputes else module
+            values = self._run(layer, call, values, module)
         is_tensor = not self._ends and len(values) == 1 and isinstance(values[0], torch.Tensor)
         return values[0] if is_tensor else values
 
     def _run(self, layer: RowLayer, call: Callable[..., Any], values: Sequence[Any], module: nn.Module) -> Any:
         # another stage may have moved the model's buffer
         buffers = [
-            module.training if name == TRAINING else self.get_buffer(name).to(_device_of(values))
+            module.training if name == TRAINING else self.get_buffer(name).to(tensor_leaves(values)[0].device)
             for name in layer.buffers
         ]
         return layer.function.forward(call, *values, *buffers)
@@ -361,14 +362,6 @@ def _is_same(found: Any, known: Any) -> bool:
     if isinstance(found, torch.Tensor) or isinstance(known, torch.Tensor):
         return found is known
     return type(found) is type(known) and bool(found == known)
-
-
-def _recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return recomputed(module, module, args, kwargs)
-
-
-def _device_of(values: Any) -> torch.device:
-    return next(tensor.device for tensor in tensor_leaves(values))
 
 
 def _kept(

@@ -161,26 +161,22 @@ def check_no_hooks(parameter: nn.Parameter, name: str) -> None:
             )
 
 
-def _undistributed(grad: Any) -> torch.Tensor | None:
-    """All of a gradient. Collective over the mesh if it is a DTensor."""
-    found: torch.Tensor | None = grad.full_tensor() if is_dtensor(grad) else grad
-    return found
-
-
 class Shared:
     """One weight on this process: a Parameter (`agreed`, equal on all its processes), and an alias per later stage.
 
+    With ``fully_shard``, which owns the Parameters, an alias is the stage's own shard, which follows the first one's.
+
     Args:
         modules: the user's modules by local stage, after `share`.
-        is_averaged: whether its stages are in DistributedDataParallel.
+        kind: the wrapper of its stages, if there are several; see `kind_of_tie`.
 
     Attributes:
         places: of its names, by local stage.
     """
 
-    def __init__(self, tie: Tie, modules: Mapping[int, nn.Module], *, is_averaged: bool = False) -> None:
+    def __init__(self, tie: Tie, modules: Mapping[int, nn.Module], kind: str = "") -> None:
         self.tie = tie
-        self.is_averaged = is_averaged
+        self.is_averaged, self.is_sharded = kind == REPLICATED, kind == SHARDED
         self.places: dict[int, Places] = {}
         for stage, local in tie.members:
             if stage in modules:
@@ -189,8 +185,20 @@ class Shared:
         self.stages = list(self.places)
         module, name = self.places[self.stages[0]][0]
         self.parameter = self.agreed = module.get_parameter(name)
-        self.aliases = {stage: alias_of(self.parameter) for stage in self.stages[1:]}
+        self.aliases = {stage: self._alias(stage) for stage in self.stages[1:]}
         self.kept: torch.Tensor | None = None
+
+    def _alias(self, stage: int) -> nn.Parameter:
+        if not self.is_sharded:
+            return alias_of(self.parameter)
+        module, name = self.places[stage][0]
+        shard = module.get_parameter(name)
+        if local_part(shard).shape != local_part(self.parameter).shape:
+            raise ValueError(
+                f"tied: {self.tie.names[0]} is sharded differently in stages {stage} and {self.stages[0]}; apply "
+                "fully_shard with the same arguments to both"
+            )
+        return shard
 
     def adopt(self) -> None:
         """Use another Parameter from now on, if the user has set one under all names; called between steps.
@@ -198,6 +206,8 @@ class Shared:
         Raises:
             ValueError: if the names have different ones.
         """
+        if self.is_sharded:
+            return
         found = [parameters_of(module).get(name) for places in self.places.values() for module, name in places]
         first = found[0]
         if first is None or any(own is not first for own in found):
@@ -212,7 +222,7 @@ class Shared:
             )
         if first is not self.parameter:
             self.parameter = first
-            self.aliases = {stage: alias_of(first) for stage in self.aliases}
+            self.aliases = {stage: self._alias(stage) for stage in self.aliases}
 
     def check_hooks(self) -> None:
         """Refuse hooks that were added after the Pipeline was built; see `check_no_hooks`."""
@@ -226,14 +236,19 @@ class Shared:
         return f"{self.parameter.dtype} {tuple(self.parameter.shape)} {digest_of(self.parameter)}"
 
     def bind_alias(self) -> None:
-        """Set the aliases in the later stages."""
+        """Set the aliases in the later stages; copy the first stage's shard to theirs."""
         for stage, alias in self.aliases.items():
-            bind_alias(alias, self.parameter)
-            put(self.places[stage], alias)
+            if self.is_sharded:
+                with torch.no_grad():
+                    local_part(alias).copy_(local_part(self.parameter))
+                alias.requires_grad_(self.parameter.requires_grad)
+            else:
+                bind_alias(alias, self.parameter)
+                put(self.places[stage], alias)
 
     def unbind_alias(self) -> None:
-        """Set the Parameter in all stages."""
-        for stage in self.aliases:
+        """Set the Parameter in all stages; each keeps its shard."""
+        for stage in self.aliases if not self.is_sharded else ():
             put(self.places[stage], self.parameter)
 
     def grads(self) -> dict[int, torch.Tensor | None]:
@@ -267,34 +282,6 @@ def sum_of_uses(grads: Grads) -> torch.Tensor | None:
     for stage in sorted(grads, reverse=True):
         total = added(total, grads[stage])
     return total
-
-
-class SharedShards(Shared):
-    """A weight of stages with ``fully_shard``: each later stage has a shard that follows the first one's."""
-
-    def __init__(self, tie: Tie, modules: Mapping[int, nn.Module]) -> None:
-        super().__init__(tie, modules)
-        firsts = {stage: self.places[stage][0] for stage in self.aliases}
-        self.aliases = {stage: module.get_parameter(name) for stage, (module, name) in firsts.items()}
-        for stage, alias in self.aliases.items():
-            if local_part(alias).shape != local_part(self.parameter).shape:
-                raise ValueError(
-                    f"tied: {tie.names[0]} is sharded differently in stages {stage} and {self.stages[0]}; "
-                    "apply fully_shard with the same arguments to both"
-                )
-
-    def adopt(self) -> None:
-        """Nothing to do: ``fully_shard`` owns the Parameters."""
-
-    def bind_alias(self) -> None:
-        """Copy the first stage's shard to the later ones."""
-        with torch.no_grad():
-            for alias in self.aliases.values():
-                local_part(alias).copy_(local_part(self.parameter))
-                alias.requires_grad_(self.parameter.requires_grad)
-
-    def unbind_alias(self) -> None:
-        """Nothing to do: every stage keeps its shard."""
 
 
 def tied_names(layers: nn.Module | None, declared: Sequence[Sequence[str]] | None) -> list[list[str]]:
@@ -519,16 +506,17 @@ class TiedWeights(StageCopies):
         self.sees_aliases = False
 
     def whole_sums(self, whole: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """By name, the gradient of every sharded weight: the sum over its stages' uses.
+        """By name, the gradient of every sharded weight: the sum over its stages' uses. Collective over their mesh.
 
         Args:
             whole: from a stage's shard to the gradient of its uses, for the whole weight.
         """
         found = {}
         for weight in self.shared:
-            if isinstance(weight, SharedShards):
-                shards = {weight.stages[0]: weight.parameter, **weight.aliases}
-                own = {stage: _undistributed(whole(shard)) for stage, shard in shards.items()}
+            if weight.is_sharded:
+                own: dict[int, Any] = {weight.stages[0]: whole(weight.parameter)}
+                own |= {stage: whole(shard) for stage, shard in weight.aliases.items()}
+                own = {stage: grad.full_tensor() if is_dtensor(grad) else grad for stage, grad in own.items()}
                 like = torch.empty(weight.parameter.shape, dtype=weight.parameter.dtype, device=weight.parameter.device)
                 found[weight.tie.names[0]] = sum_of_uses(self._gathered(weight, own, like))
         return found
@@ -583,15 +571,10 @@ def make_tied(
     Args:
         modules: the user's modules by local stage, after `share`.
     """
-    shared: list[Shared] = []
-    for tie in ties:
-        if len(tie.stages) > 1 and any(stage in modules for stage in tie.stages):
-            if (kind := kind_of_tie(tie, modules)) == SHARDED:
-                shared.append(SharedShards(tie, modules))
-            else:
-                shared.append(Shared(tie, modules, is_averaged=kind == REPLICATED))
-    if not shared:
+    across = [tie for tie in ties if len(tie.stages) > 1 and any(stage in modules for stage in tie.stages)]
+    if not across:
         return make()
+    shared = [Shared(tie, modules, kind_of_tie(tie, modules)) for tie in across]
     return TiedWeights(shared, placement, rank, exchange, twins_in(modules.values()), make)
 
 

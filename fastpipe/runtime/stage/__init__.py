@@ -23,10 +23,11 @@ from fastpipe.runtime.stage.losses import (
     sum_in_order,
 )
 from fastpipe.runtime.stage.pairs import (
+    FUSED,
     IN_ORDER,
     IN_TURNS,
+    TOGETHER,
     WAYS,
-    PairCounts,
     all_to_all,
     in_turns,
     make_helper,

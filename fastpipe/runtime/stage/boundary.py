@@ -185,9 +185,10 @@ _TREESPEC_BYTES = 256
 _TENSOR, _NONE, _VALUE, _SPREAD = "tnvd"
 _END = b"\n"
 """Separates structure and values."""
+_NO_VALUES = b"[]"
 
 
-def treespec_tensor(text: bytes, lasting: bool = False) -> torch.Tensor:
+def treespec_tensor(text: bytes) -> torch.Tensor:
     """A treespec as a tensor on the host."""
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
@@ -201,7 +202,7 @@ def to_tensors(
     value: Any,
     carried: Mapping[str, Any],
     stage: int,
-    make: Callable[[bytes, bool], torch.Tensor] = treespec_tensor,
+    make: Callable[[bytes], torch.Tensor] = treespec_tensor,
     mesh: Any = None,
     received: ReceivedTensors | None = None,
 ) -> Tensors:
@@ -209,7 +210,7 @@ def to_tensors(
 
     Args:
         carried: values for later stages, by name.
-        make: ``(text, lasting) -> treespec tensor``; ``lasting`` says that the text has no values.
+        make: from the text of a treespec to its tensor.
         received: those of the stage's forward, where ranks hold tensors for several stages.
 
     Raises:
@@ -256,7 +257,7 @@ def to_tensors(
             "tensors, None, numbers, text, and tuples, lists or dicts of them; or register its class by "
             "torch.utils._pytree.register_dataclass or register_pytree_node"
         ) from error
-    return make(_padded(text), not values), *sent
+    return make(_padded(text)), *sent
 
 
 def from_tensors(
@@ -274,7 +275,7 @@ def from_tensors(
     given: dict[str, Iterator[Any]] = {
         _TENSOR: (tensors[place] for place, spread in zip(places, spreads, strict=True) if spread is None),
         _SPREAD: _rebuilt(tensors, places, spreads, mesh),
-        _VALUE: map(from_data, () if _is_empty(found) else json.loads(found)),
+        _VALUE: map(from_data, () if found.startswith(_NO_VALUES) else json.loads(found)),
     }
     leaves = [None if kind == _NONE else next(given[kind]) for kind in kinds]
     args, carried = pytree.tree_unflatten(leaves, structure)
@@ -284,10 +285,6 @@ def from_tensors(
 def _is_one_value(tree: Any) -> bool:
     """Whether pytree would take it apart: it makes a tuple of a torch.Size."""
     return isinstance(tree, torch.Size) or is_block_mask(tree)
-
-
-def _is_empty(values: bytes) -> bool:
-    return values.startswith(b"[]")
 
 
 def _is_treespec(tensor: torch.Tensor) -> bool:
@@ -443,7 +440,7 @@ class TreespecCache:
             self._known.pop(signature, None)
         self._sent, self._received = self._known.setdefault(signature, ({}, {}))
 
-    def make(self, microbatch: int, text: bytes, lasting: bool) -> torch.Tensor:
+    def make(self, microbatch: int, text: bytes) -> torch.Tensor:
         """The tensor of a treespec to send; ValueError if it differs from the announced one."""
         announced, treespec = (text, None) if self._announcing else self._sent.get(microbatch, (text, None))
         if announced != text:
@@ -453,7 +450,7 @@ class TreespecCache:
             )
         if treespec is None:
             treespec = treespec_tensor(text).to(self.device)
-            if self._announcing and lasting:
+            if self._announcing and _END + _NO_VALUES in text:
                 self._sent[microbatch] = text, treespec
         return treespec
 
@@ -462,7 +459,7 @@ class TreespecCache:
         if not self._announcing and microbatch in self._received:
             return self._received[microbatch]
         text = treespec_text(treespec)
-        if self._announcing and _is_empty(text.partition(_END)[2]):
+        if self._announcing and _END + _NO_VALUES in text:
             self._received[microbatch] = text
         return text
 
@@ -611,13 +608,11 @@ class ReceivedTensors:
     def send(self, outputs: Sequence[torch.Tensor]) -> tuple[Tensors, tuple[Sent, ...]]:
         """The tensors to send of a stage's outputs, and the keys of all; keeps those that may come back."""
         keys = [self._key(tensor, place) for place, tensor in enumerate(outputs)]
-        is_asked = [self._held.with_gradient or not tensor.requires_grad for tensor in outputs]
-        held = [asked and self._held.next_holds(key, self.stage) for key, asked in zip(keys, is_asked, strict=True)]
-        sent = [tensor for tensor, is_held in zip(outputs, held, strict=True) if not is_held]
-        if not any(tensor.requires_grad for tensor in sent):
-            # the backward needs a root
+        held = [self._held.next_holds(key, self.stage) for key in keys]
+        has_root = any(t.requires_grad and not is_held for t, is_held in zip(outputs, held, strict=True))
+        if not (self._held.with_gradient and has_root):  # else the backward has no root
             held = [is_held and not t.requires_grad for t, is_held in zip(outputs, held, strict=True)]
-            sent = [tensor for tensor, is_held in zip(outputs, held, strict=True) if not is_held]
+        sent = [tensor for tensor, is_held in zip(outputs, held, strict=True) if not is_held]
         route = self._held.route
         if route[self.stage] in route[self.stage + 1 :]:  # the rank has a later stage
             sent = self._keep(dict(zip(keys, outputs, strict=True)), sent)

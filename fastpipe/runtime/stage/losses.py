@@ -204,7 +204,7 @@ def loss_arguments(value: Any, divisor: float | None) -> Any:
     """
     if divisor != math.inf:
         return value
-    return pytree.tree_map(lambda x: _without_gradient(x) if isinstance(x, torch.Tensor) else x, value)
+    return pytree.tree_map_only(torch.Tensor, _without_gradient, value)
 
 
 def _without_gradient(tensor: torch.Tensor) -> torch.Tensor:
@@ -226,7 +226,7 @@ def detached(value: Any) -> Any:
     """A tree with its tensors detached."""
     if isinstance(value, torch.Tensor):
         return value.detach()
-    return pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value)
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
 _open: ContextVar[AddedLosses | None] = ContextVar("_open", default=None)

@@ -44,7 +44,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
-from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -143,6 +142,8 @@ def _checked(stage: int, found: Any, own: torch.Tensor | None, *, has_criterion:
 IN_ORDER, TOGETHER, MEASURED, IN_TURNS = "in order", "together", "measured", "in turns"
 WAYS = (IN_ORDER, TOGETHER, MEASURED, IN_TURNS)
 """Indices as in the native executor."""
+FUSED = "fused"
+"""By the modules' own method, where they have one."""
 
 
 def pair_policy(
@@ -206,16 +207,11 @@ def all_to_all(
     Returns:
         [rows, ...], those of the first rank first.
     """
-    if not _untraced:
-        # not traced by torch.compile; made late, as this imports the compiler
-        _untraced.append(torch.compiler.disable(_counted))  # type: ignore[no-untyped-call]
-    return _untraced[0](tensor, output_split_sizes, input_split_sizes, group)
+    found: torch.Tensor = _counted(tensor, output_split_sizes, input_split_sizes, group)
+    return found
 
 
-_untraced: list[Callable[..., torch.Tensor]] = []
-"""At most one function. `functools.cache` would do the same, but torch.compile traces past it, and warns of it."""
-
-
+@torch_private.never_compiled
 def _counted(*args: Any) -> Any:
     _thread.num_calls = num_calls() + 1
     return _AllToAll.apply(*args)  # type: ignore[no-untyped-call]
@@ -318,28 +314,6 @@ class Turns:
             before, self._has_failed = self._has_failed, True
             self._changed.notify_all()
             return before
-
-
-@dataclass
-class PairCounts:
-    """Number of pairs run each way so far.
-
-    Attributes:
-        together: with the backward in the helper thread.
-        in_order: forward, then backward.
-        fused: by the modules' own method.
-        in_turns: in two threads that alternate at `fastpipe.all_to_all`.
-    """
-
-    together: int = 0
-    in_order: int = 0
-    fused: int = 0
-    in_turns: int = 0
-
-    @property
-    def total(self) -> int:
-        """Number of all pairs."""
-        return sum(astuple(self))
 
 
 def make_helper(num_threads: int) -> ThreadPoolExecutor:
