@@ -39,9 +39,9 @@ HEAD = """\
 fastpipe plot dualpipev --ranks 4 --microbatches 16 -o dualpipev.png
 ```
 
-A **rank** holds one or more **stages** of the model. Every **microbatch** runs forward (`F`) and backward (`B`) through
-all stages. A split backward is `I`, for the stage's input, which the previous stage waits for, and `W`, for the
-weights. `F&B` is a forward and a backward of another microbatch, run as one.
+Every microbatch runs forward (`F`) and backward (`B`) through all stages. A split backward is `I`, for the stage's
+input, which the previous stage waits for, and `W`, for the weights. `F&B` is a forward and a backward of another
+microbatch, run as one.
 
 | column | meaning |
 |---|---|
