@@ -213,10 +213,17 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
             is_repetition = True
             return function(*args, **kwargs)
         with before.repeated():
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                if is_scripted:
+                    error.add_note(_FIRST_CALL)
+                raise
 
     before = StateBefore(module)
-    output = checkpoint(run, *args, use_reentrant=False, **kwargs)
+    is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
+    # the exception by which a repetition ends early does not pass through the interpreter of torch.jit
+    output = checkpoint(run, *args, use_reentrant=False, early_stop=not is_scripted, **kwargs)
     before.forget_unchanged()
     if versions != [version_of(tensor) for tensor in tensors]:
         name = "a stage" if isinstance(module, Chain) else type(module).__name__
@@ -225,6 +232,12 @@ def recomputed(function: Callable[..., Any], module: nn.Module, args: Any, kwarg
             "change a clone() of it, leave out inplace=True, or set recompute='none' for this stage"
         )
     return output
+
+
+_FIRST_CALL = (
+    "fastpipe: a module of torch.jit saves other tensors in its first call than later, and then cannot be recomputed: "
+    "call it once before the first step, set recompute='none' for this stage, or use the module without torch.jit"
+)
 
 
 class WholeNames(nn.Module):
