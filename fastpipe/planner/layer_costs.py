@@ -95,6 +95,7 @@ class LayerCosts:
 
     def stages(self, parts: Sequence[range], num_microbatches: int) -> CostModel:
         """The costs of the stages of a partition."""
+        _check_parts(parts)
         scale = self.rows(num_microbatches) / self.microbatch_size
         seconds = {
             name: [self.launch + scale * self._sum(name, part) for part in parts]
@@ -116,6 +117,7 @@ class LayerCosts:
 
     def parameters(self, parts: Sequence[range]) -> list[float]:
         """`parameter_bytes`, by stage."""
+        _check_parts(parts)
         return [self._sum("parameter_bytes", part) for part in parts]
 
     def _all(self, name: str) -> tuple[float, ...]:
@@ -123,7 +125,6 @@ class LayerCosts:
         return values
 
     def _sum(self, name: str, part: range) -> float:
-        check_type(range, "LayerCosts.partition gives them", part=part)
         return math.fsum(self._all(name)[part.start : part.stop])
 
     @classmethod
@@ -153,6 +154,13 @@ class LayerCosts:
         with found_in("costs"):
             model = CostModel.from_dict(links)
         return cls(**{**data, **{name: getattr(model, name) for name in links}})
+
+
+def _check_parts(parts: Any) -> None:
+    hint = "LayerCosts.partition gives them"
+    check_type(Sequence, hint, parts=parts)
+    for part in parts:
+        check_type(range, hint, part=part)
 
 
 def _per_layer(name: str, value: Any, num_layers: int) -> tuple[float, ...]:

@@ -454,7 +454,8 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.load_state_dict(p.state_dict(), assign="no"),  # type: ignore[arg-type]
         "assign = 'no': give True or False",
     ),
-    "a scaler": ({}, lambda p: GradScaler(p, math.nan), "init_scale = nan: give a number above 0 and below inf"),
+    "a scaler": ({}, lambda p: GradScaler(p, math.nan), "init_scale = nan: give a number above 0 and below 3.4"),
+    "a scale that is no float32": ({}, lambda p: GradScaler(p, 10**39), "init_scale = 10*: give .* below 3.4"),
     "a scaler's factor": ({}, lambda p: GradScaler(p, backoff_factor=1), "backoff_factor = 1: give .* below 1"),
     "a scaler's interval": (
         {},
