@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastpipe.checks import as_path, check_index, check_type, is_number, is_whole, plain
+from fastpipe.checks import as_path, check_counts, check_index, check_type, is_number, is_whole, plain
 from fastpipe.program import Channel, ChannelKind, Op
 from fastpipe.timeline import Timeline
 
@@ -82,14 +82,28 @@ class CostModel:
                 raise ValueError(f"{field.name} has {len(value)} values for {num_stages} stages: give one per stage")
 
     def per_stage(self, name: str, num_stages: int) -> npt.NDArray[np.float64]:
-        """The attribute ``name``, one number per stage, with defaults filled in; I and B include the recompute."""
+        """The attribute ``name``, one number per stage, with defaults filled in; I and B include the recompute.
+
+        Raises:
+            ValueError: for what is no attribute with one number per stage.
+        """
+        names = [field.name for field in fields(self) if field.name not in _LINK_FIELDS]
+        if name not in names:
+            raise ValueError(f"name = {name!r}: use one of {', '.join(names)}")
+        if name == "overlapped" and self.overlapped is None:
+            raise ValueError("name = 'overlapped': it was not given, and F and B of two stages take the sum of theirs")
+        check_counts(num_stages=num_stages)
         found = {"backward": self._backward, "backward_input": self._backward_input, "kept_bytes": self._kept_bytes}
         if name in found:
             return np.array([found[name](stage) for stage in range(num_stages)], dtype=np.float64)
         return np.array([_of(getattr(self, name), stage) for stage in range(num_stages)], dtype=np.float64)
 
     def compute_seconds(self, op: int, stage: int, pair_stage: int = -1) -> float:
-        """Seconds of a compute action."""
+        """Seconds of a compute action.
+
+        Args:
+            pair_stage: of an OVERLAP_F_B, the stage of its backward; ``stage`` is that of its forward.
+        """
         if op == Op.F:
             return _of(self.forward, stage)
         if op == Op.I:
@@ -101,6 +115,8 @@ class CostModel:
         if op == Op.OVERLAP_F_B:
             if self.overlapped is not None:
                 return _of(self.overlapped, stage)
+            if not is_whole(pair_stage):
+                raise ValueError(f"pair_stage = {pair_stage!r}: give the stage of the pair's backward")
             return _of(self.forward, stage) + self._backward(pair_stage)
         Op(op)  # refuses what is none
         return 0.0
@@ -236,10 +252,20 @@ def json_of(path: str | Path) -> Iterator[Any]:
     with found_in("costs" if is_text else path):
         text = text if is_text else as_path(path).read_text(encoding="utf-8-sig")
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            data = json.loads(text, object_pairs_hook=_without_doubles)
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"no JSON: {error}") from None
         yield data
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, of whose equal names json would take the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        doubled = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{doubled!r} is there twice: give it once")
+    return found
 
 
 def shared_out(cost: CostModel, parts: float) -> CostModel:
@@ -317,7 +343,10 @@ def _links(name: str, value: Any) -> Any:
         source, arrow, destination = key.partition("->")
         if not (arrow and source.isdecimal() and destination.isdecimal()):
             raise ValueError(f"{name}: {key!r} is no link; write 0->1")
-        found[int(source), int(destination)] = number
+        link = int(source), int(destination)
+        if link in found:
+            raise ValueError(f"{name}: the link {key!r} is there twice: give it once")
+        found[link] = number
     return found
 
 

@@ -113,7 +113,9 @@ def _show(adder: Any) -> None:
     )
     _schedule_arguments(command)
     command.add_argument("--program", metavar="RANK", type=_count(0), help="print what this rank executes")
-    command.add_argument("--recv-lookahead", metavar="N", type=_lookahead, default=1, help=_LOOKAHEAD_HELP)
+    command.add_argument(
+        "--recv-lookahead", metavar="N", type=_lookahead, default=1, help=f"with --program: {_LOOKAHEAD_HELP}"
+    )
     command.add_argument("--colour", choices=("auto", "always", "never"), default="auto", help="paint the cells")
 
 

@@ -95,6 +95,7 @@ class LayerCosts:
 
     def stages(self, parts: Sequence[range], num_microbatches: int) -> CostModel:
         """The costs of the stages of a partition."""
+        _check_parts(parts, self.num_layers)
         scale = self.rows(num_microbatches) / self.microbatch_size
         seconds = {
             name: [self.launch + scale * self._sum(name, part) for part in parts]
@@ -116,6 +117,7 @@ class LayerCosts:
 
     def parameters(self, parts: Sequence[range]) -> list[float]:
         """`parameter_bytes`, by stage."""
+        _check_parts(parts, self.num_layers)
         return [self._sum("parameter_bytes", part) for part in parts]
 
     def _all(self, name: str) -> tuple[float, ...]:
@@ -123,7 +125,6 @@ class LayerCosts:
         return values
 
     def _sum(self, name: str, part: range) -> float:
-        check_type(range, "LayerCosts.partition gives them", part=part)
         return math.fsum(self._all(name)[part.start : part.stop])
 
     @classmethod
@@ -153,6 +154,15 @@ class LayerCosts:
         with found_in("costs"):
             model = CostModel.from_dict(links)
         return cls(**{**data, **{name: getattr(model, name) for name in links}})
+
+
+def _check_parts(parts: Any, num_layers: int) -> None:
+    hint = "LayerCosts.partition gives them"
+    check_type(Sequence, hint, parts=parts)
+    for part in parts:
+        check_type(range, hint, part=part)
+        if not 0 <= part.start < part.stop <= num_layers:
+            raise ValueError(f"part = {part}: give layers of 0 to {num_layers - 1}, at least one of them")
 
 
 def _per_layer(name: str, value: Any, num_layers: int) -> tuple[float, ...]:

@@ -160,6 +160,11 @@ class ExecutionArguments:
                 f"mesh: its groups over {', '.join(ended)} have ended, as a step failed in a stage that used them; "
                 "start the processes again, or make a mesh in which these dimensions have other names"
             )
+        for name in [name for name in self.other_dimensions() if name in ("replicate", "fsdp", "ddp")]:
+            raise ValueError(
+                f"mesh has a dimension {name!r}, whose ranks would need the same batch: name one of replicas 'dp', "
+                f"or 'dp_{name}'"
+            )
         check_flags(cuda_graph=self.cuda_graph)
         if self.audit is not None and not (_is_positive(self.audit) and self.audit <= 1):
             raise ValueError(

@@ -53,14 +53,14 @@ class GradScaler(torch.amp.GradScaler):
         check_type(Pipeline, pipe=pipe)
         check_flags(enabled=enabled)
         for name, value, least, most in (
-            ("init_scale", init_scale, 0.0, math.inf),
+            ("init_scale", init_scale, 0.0, torch.finfo(torch.float32).max),
             ("growth_factor", growth_factor, 1.0, math.inf),
             ("backoff_factor", backoff_factor, 0.0, 1.0),
         ):
             if enabled and not (isinstance(plain(value), int | float) and least < value < most):
                 raise ValueError(f"{name} = {value!r}: give a number above {least:g} and below {most:g}")
         (interval,) = check_counts(growth_interval=growth_interval)
-        super().__init__(pipe.device.type, init_scale, growth_factor, backoff_factor, interval, enabled)
+        super().__init__(pipe.device.type, float(init_scale), growth_factor, backoff_factor, interval, enabled)
         # not the pipeline itself: its steps hold this, and it ends when the script drops it
         self._pipe: Any = weakref.proxy(pipe)
         pipe._steps.loss_scale = self._loss_scale if enabled else None

@@ -55,6 +55,8 @@ class Bound:
 
 def best(found: Sequence[Bound]) -> Bound:
     """The largest of them: the one that counts."""
+    if not (isinstance(found, Sequence) and found and all(isinstance(bound, Bound) for bound in found)):
+        raise TypeError(f"found = {found!r}: give what bounds() returns")
     return max(found, key=lambda bound: bound.seconds)
 
 

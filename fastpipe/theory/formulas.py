@@ -145,7 +145,7 @@ def memory_ratio(first: str, second: str, **numbers: Any) -> float:
     stages = numbers.pop("stages_per_rank", None)
 
     def ratio(name: str) -> float:
-        mine = stages if name in _OPEN else None
+        mine = stages if name in list(_OPEN) else None  # a list takes what has no hash, which is refused below
         return peak_activations(name, stages_per_rank=mine, as_="ratio", **numbers)
 
     return ratio(first) / ratio(second)

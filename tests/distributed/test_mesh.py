@@ -514,6 +514,7 @@ def test_tools_take_the_whole_mesh(tmp_path: Path) -> None:
         (("pp", "tp"), {"group": "world"}, "mesh and group: both name"),
         (("pp", "tp"), {"overlap": "always"}, "stages run collectives over tp|one half of a pair at a time"),
         (("pp", "dp_replicate"), {}, "mesh has 2 replicas of stage"),
+        (("pp", "fsdp"), {}, "mesh has a dimension 'fsdp', whose ranks would need the same batch: .* 'dp_fsdp'"),
         (("pp", "tp"), {"data_parallel": "tp"}, "and 4 more are DTensors, which DistributedDataParallel does not"),
     ],
 )

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining.microbatch import _Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fastpipe import GradScaler, Pipeline, StepError, check_parity, make_schedule
+from fastpipe import GradScaler, Pipeline, StepError, all_to_all, check_parity, layer_costs, make_schedule
 from fastpipe.runtime import construction
 from fastpipe.runtime.common import lost_peer, torch_private
 from fastpipe.runtime.model import check_device
@@ -412,6 +412,22 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.eval_step(X, num_microbatches=2.0),  # type: ignore[arg-type]
         "num_microbatches = 2.0: give a whole number of at least 1",
     ),
+    "microbatches of no rows, before a schedule of a million is made": (
+        {},
+        lambda p: p.eval_step(X, target=Y, num_microbatches=10**6),
+        "the input has 9 rows .* num_microbatches = 1000000: give at least one row per microbatch",
+    ),
+    "an all-to-all of nothing": ({}, lambda p: all_to_all(None), "tensor: expected a Tensor, found NoneType"),  # type: ignore[arg-type]
+    "an all-to-all of a number of rows": (
+        {},
+        lambda p: all_to_all(X, 9),  # type: ignore[arg-type]
+        "output_split_sizes: expected .*, found int; give the number of rows of every rank",
+    ),
+    "costs by several": (
+        {},
+        lambda p: layer_costs(LAYERS, X, by=["flops"]),  # type: ignore[arg-type]
+        r"by = \['flops'\]: use 'parameters', 'flops'",
+    ),
     "a list": (
         {},
         lambda p: p.step(X, target=Y, num_microbatches=[2]),  # type: ignore[arg-type]
@@ -438,7 +454,8 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.load_state_dict(p.state_dict(), assign="no"),  # type: ignore[arg-type]
         "assign = 'no': give True or False",
     ),
-    "a scaler": ({}, lambda p: GradScaler(p, math.nan), "init_scale = nan: give a number above 0 and below inf"),
+    "a scaler": ({}, lambda p: GradScaler(p, math.nan), "init_scale = nan: give a number above 0 and below 3.4"),
+    "a scale that is no float32": ({}, lambda p: GradScaler(p, 10**39), "init_scale = 10*: give .* below 3.4"),
     "a scaler's factor": ({}, lambda p: GradScaler(p, backoff_factor=1), "backoff_factor = 1: give .* below 1"),
     "a scaler's interval": (
         {},

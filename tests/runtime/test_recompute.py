@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fastpipe import CostModel, Pipeline, check_parity, simulate
+from fastpipe.runtime.model.chain import recomputed
 from fastpipe.runtime.stage.stage import Chain
 from fastpipe.testing import reference_step
 from tests.conftest import executors_in_turn, overlap_of, skip_without_native
@@ -259,6 +260,38 @@ def test_a_recompute_that_fails_is_the_backwards_failure(executor: str) -> None:
         pipe.step(x, target=y)
     assert any("0B" in note and "stage 0" in note for note in caught.value.__notes__)
     pipe.step(x, target=y)
+
+
+def of_jit(compiles: str) -> nn.Module:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    return torch.jit.script(module) if compiles == "script" else torch.jit.trace(module, torch.ones(2, WIDTH))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+@pytest.mark.parametrize("compiles", ["script", "trace"])
+@pytest.mark.parametrize("way", ["full", "layers"])
+def test_modules_of_torch_jit(compiles: str, way: str, executor: str) -> None:
+    layers = [of_jit(compiles), Block(), of_jit(compiles)]
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    nn.Sequential(*layers)(x[:2])
+    pipe = Pipeline(layers, "1f1b", 4, squared, num_ranks=3, executor=executor, recompute=way)
+    assert check_parity(pipe, layers, (x, y)).ok
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+def test_a_module_of_torch_jit_that_fails_in_the_recompute() -> None:
+    """As in its first step. That this is its first call cannot be said here: torch keeps what it knows of the code."""
+    module, calls = of_jit("script"), itertools.count()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if next(calls):
+            raise RuntimeError("failed in the TorchScript interpreter")
+        return module(x)
+
+    output = recomputed(function, module, (torch.ones(2, WIDTH, requires_grad=True),), {})
+    with pytest.raises(RuntimeError, match="TorchScript interpreter") as caught:
+        output.sum().backward()
+    assert "call it once before the first step, set recompute='none'" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: ANY.Timeline(PROGRAM, [list(s) for s in TIMELINE.starts], TIMELINE.ends), "starts: give for each rank"),
     (lambda: Schedule.from_csv(None), "path = None: give the name of a file"),  # type: ignore[arg-type]
     (lambda: CostModel.from_timeline(SCHEDULE), "timeline: expected a Timeline, found Schedule"),
-    (lambda: CostModel(backward_weight=[1, 2]).compute_seconds(Op.OVERLAP_F_B, 0), "stage = -1: give a whole number"),
+    (lambda: CostModel(backward_weight=[1, 2]).compute_seconds(Op.OVERLAP_F_B, 0), "pair_stage = -1: give"),
     (lambda: CostModel().compute_seconds("F", 0), "'F' is not a valid Op"),  # type: ignore[arg-type]
     (lambda: Action.overlap(None, None), "OVERLAP_F_B takes an F and a B"),  # type: ignore[arg-type]
     (lambda: Program("x", None, 1, (), ()), "placement: expected a Placement, found NoneType"),  # type: ignore[arg-type]

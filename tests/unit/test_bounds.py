@@ -283,6 +283,7 @@ def test_refused(call, message):
     [
         (lambda: bounds(None, num_microbatches=2), "work: expected a Schedule or a Placement, found NoneType"),
         (lambda: bounds(Placement.v(2), "x", num_microbatches=2), "cost: expected a CostModel, found str"),
+        (lambda: best([3]), r"found = \[3\]: give what bounds"),
         (
             lambda: any_placement_bounds("x", num_ranks=2, num_stages=2, num_microbatches=4),
             "cost: expected a CostModel, found str",

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,21 @@ def test_what_is_no_cost(attributes: dict, message: str) -> None:
         CostModel(**attributes)
 
 
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda cost: cost.per_stage("nonsense", 2), "name = 'nonsense': use one of forward, backward_input"),
+        (lambda cost: cost.per_stage("comm", 2), "name = 'comm': use one of forward"),
+        (lambda cost: cost.per_stage("overlapped", 2), "name = 'overlapped': it was not given"),
+        (lambda cost: cost.per_stage("forward", "2"), "num_stages = '2'"),
+        (lambda cost: cost.compute_seconds(Op.OVERLAP_F_B, 0), "pair_stage = -1: give the stage of the pair's"),
+    ],
+)
+def test_what_is_not_asked(ask: Callable[[CostModel], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ask(CostModel())
+
+
 def test_sequences_are_kept_as_tuples() -> None:
     costs = [1.0, 2.0]
     cost = CostModel(forward=costs, backward_input=np.array([1.0, 2.0]))
@@ -123,6 +139,8 @@ def test_json_both_ways(cost: CostModel, tmp_path: Path) -> None:
         ('{"comm": {"0-1": 1}}\n', "comm: '0-1' is no link; write 0->1"),
         ('{"forward": {"0->1": 1}}\n', "forward: give a number, or a sequence"),
         ('{"comm": [1]}\n', "comm: give a number, or one for each link"),
+        ('{"forward": 1, "forward": 2}\n', "costs: 'forward' is there twice"),
+        ('{"comm": {"0->1": 1, "00->1": 2}}\n', "comm: the link '00->1' is there twice"),
     ],
 )
 def test_json_is_strict(text: str, message: str) -> None:

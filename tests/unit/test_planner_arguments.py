@@ -76,6 +76,10 @@ def test_costs_are_read_from_files_and_dicts(tmp_path: Path) -> None:
             reads(path)
     with pytest.raises(TypeError, match="costs: .*CostModel, LayerCosts, .*int"):
         small(3)
+    with pytest.raises(TypeError, match="parts: expected a Sequence, found int; LayerCosts.partition gives them"):
+        LAYERS.stages(3, 8)
+    with pytest.raises(ValueError, match=r"part = range\(0, 9\): give layers of 0 to 3, at least one"):
+        LayerCosts(4).parameters([range(0, 9)])
     with pytest.raises(ValueError, match="held_bytes is of layers; say num_layers too"):
         small({"held_bytes": 3})
     with pytest.raises(ValueError, match="there is no 'speed'"):

@@ -13,7 +13,6 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -31,6 +30,7 @@ from fastpipe.runtime.common import (
     tensor_leaves,
     torch_private,
     version_of,
+    walked,
 )
 from fastpipe.runtime.data_parallel import is_sharded
 
@@ -211,12 +211,21 @@ def recomputed(function: Callable[..., Any], module: nn.Module, /, *args: Any, *
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_repetition
-        with before.repeated() if is_repetition else nullcontext():
+        if not is_repetition:
             is_repetition = True
             return function(*args, **kwargs)
+        with before.repeated():
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                if is_scripted:
+                    error.add_note(_FIRST_CALL)
+                raise
 
     before = StateBefore(module)
-    output = checkpoint(run, *args, use_reentrant=False, **kwargs)
+    is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in walked(module))
+    # the exception by which a repetition ends early does not pass through the interpreter of torch.jit
+    output = checkpoint(run, *args, use_reentrant=False, early_stop=not is_scripted, **kwargs)
     before.forget_unchanged()
     if versions != [version_of(tensor) for tensor in tensors]:
         name = "a stage" if isinstance(module, Chain) else type(module).__name__
@@ -225,6 +234,12 @@ def recomputed(function: Callable[..., Any], module: nn.Module, /, *args: Any, *
             "change a clone() of it, leave out inplace=True, or set recompute='none' for this stage"
         )
     return output
+
+
+_FIRST_CALL = (
+    "fastpipe: a module of torch.jit saves other tensors in its first call than later, and then cannot be recomputed: "
+    "call it once before the first step, set recompute='none' for this stage, or use the module without torch.jit"
+)
 
 
 class WholeNames(nn.Module):

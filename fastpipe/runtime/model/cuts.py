@@ -80,7 +80,7 @@ def layer_costs(
         check_shapes(f"layer {i} of the model", layer)
     if by == "parameters":
         return [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in listed]
-    if by not in measures:
+    if not isinstance(by, str) or by not in measures:
         raise ValueError(f"by = {by!r}: use 'parameters', {', '.join(map(repr, measures))}")
     if not args:
         raise ValueError(f"by = {by!r}: give one microbatch, as the first layer takes it")

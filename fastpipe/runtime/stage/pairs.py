@@ -41,7 +41,7 @@ and steps with keyword arguments: their pairs run as others do.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from typing import Any
@@ -51,6 +51,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from fastpipe.checks import check_type
 from fastpipe.runtime.common import Tensors, thread_state, torch_private
 
 METHOD = "overlapped_forward_backward"
@@ -212,9 +213,13 @@ def all_to_all(
 
 
 @torch_private.never_compiled
-def _counted(*args: Any) -> Any:
+def _counted(tensor: Any, received: Any, sent: Any, group: Any) -> Any:
+    check_type(torch.Tensor, tensor=tensor)
+    rows_by_rank = "give the number of rows of every rank of the group"
+    check_type(Iterable | None, rows_by_rank, output_split_sizes=received, input_split_sizes=sent)
+    check_type(dist.ProcessGroup | None, "a DeviceMesh has one for each dimension: mesh.get_group(name)", group=group)
     _thread.num_calls = num_calls() + 1
-    return _AllToAll.apply(*args)  # type: ignore[no-untyped-call]
+    return _AllToAll.apply(tensor, received, sent, group)  # type: ignore[no-untyped-call]
 
 
 class _AllToAll(torch.autograd.Function):
