@@ -341,7 +341,10 @@ def default_store() -> Any:
         RuntimeError: if the group was closed, as its processes are also replicas or a dimension of a mesh.
     """
     world: Any = dist.group.WORLD
-    if (store := world.get_group_store()) is None:
+    store: Any = None
+    with contextlib.suppress(RuntimeError):  # of torch 2.14, which otherwise returns None
+        store = world.get_group_store()
+    if store is None:
         raise RuntimeError(
             "the default process group was closed after a failure; call destroy_process_group and init_process_group, "
             "make meshes and wrap stages again, or restart the processes"

@@ -271,6 +271,7 @@ def membership(group: Any, device: torch.device, timeout: float = 600.0) -> Memb
             "group: its backend is 'fake', which sends nothing; make a group of gloo or nccl, or "
             "run all ranks in one process without a group (num_ranks=)"
         )
+    torch_private.default_store()  # of a group that was closed, torch 2.14 would not know the rank
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
         raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its members {list(ranks)}")
