@@ -412,11 +412,6 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.eval_step(X, num_microbatches=2.0),  # type: ignore[arg-type]
         "num_microbatches = 2.0: give a whole number of at least 1",
     ),
-    "microbatches of no rows, before a schedule of a million is made": (
-        {},
-        lambda p: p.eval_step(X, target=Y, num_microbatches=10**6),
-        "the input has 9 rows .* num_microbatches = 1000000: give at least one row per microbatch",
-    ),
     "an all-to-all of nothing": ({}, lambda p: all_to_all(None), "tensor: expected a Tensor, found NoneType"),  # type: ignore[arg-type]
     "an all-to-all of a number of rows": (
         {},

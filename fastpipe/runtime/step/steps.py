@@ -291,13 +291,13 @@ class Steps:
         self.rest.check_unchanged()
         self.check_filled()
         self.ranks.check_modes()
-        self._check_request(request)
+        self._check_trains(request)
+        self.random.check_free(self._has_pairs(request))
         for stage in self.stages:
             if stage.parallel is not None:
                 stage.parallel.prepare()
         message["unreduced"] = request.training and request.reduces and has_unreduced_parameters(self.stages)
         inputs = take_inputs(request, self.batch, self.stages)
-        self._check_program(request)  # late: a program of more microbatches than rows may take minutes to make
         message |= {"rows": inputs.counted, "whole": inputs.whole, "signature": self._signature(request, inputs)}
         message |= {"divisors": inputs.divisors, "unknown": inputs.unknown, "kwargs": inputs.given()}
         if self.ranks.pairs == IN_TURNS:
@@ -312,24 +312,21 @@ class Steps:
             message["batch"] = batch_digests(request, inputs, compares_all)
         return inputs, message
 
-    def _check_request(self, request: Request) -> None:
-        """Refuse a training step that computes no gradients, and a wrong number of microbatches."""
+    def _check_trains(self, request: Request) -> None:
+        """Refuse a training step that computes no gradients."""
         if request.training and not torch.is_grad_enabled():
             raise ValueError(
                 "step computes gradients, and was called under torch.no_grad() or torch.inference_mode(): call "
                 "eval_step, or step outside of it"
             )
-        check_counts(num_microbatches=request.num_microbatches)
-
-    def _check_program(self, request: Request) -> None:
-        """Refuse a training step whose schedule has no backward, or that would wait for its caller."""
+        if type(request.num_microbatches) is not int:  # NumPy's is as good
+            check_counts(num_microbatches=request.num_microbatches)
         program = self.programs.program(request.num_microbatches, not request.training)
         if request.training and program.forward_only:
             raise ValueError(
                 f"schedule = {program.name!r}: it has no backward, so step would train nothing; call eval_step, or "
                 "use another schedule"
             )
-        self.random.check_free(self._has_pairs(request))
 
     def check_filled(self) -> None:
         """Refuse to use stages that were built on meta and have no values."""
