@@ -288,7 +288,7 @@ def test_a_module_of_torch_jit_that_fails_in_the_recompute() -> None:
             raise RuntimeError("failed in the TorchScript interpreter")
         return module(x)
 
-    output = recomputed(function, module, (torch.ones(2, WIDTH, requires_grad=True),), {})
+    output = recomputed(function, module, torch.ones(2, WIDTH, requires_grad=True))
     with pytest.raises(RuntimeError, match="TorchScript interpreter") as caught:
         output.sum().backward()
     assert "call it once before the first step, set recompute='none'" in caught.value.__notes__[0]
