@@ -82,7 +82,7 @@ class Average:
         self.in_turn = self._has_hook and self._buffer(0).device.type == "cpu"
         self._failed = False
         # as the reducer: a hook gets unscaled gradients, without a hook they are divided and then summed
-        self.factor = 1.0 if self._has_hook else 1.0 / wrapper.process_group.size()
+        self.factor = 1.0 if self._has_hook else 1.0 / len(dist.get_process_group_ranks(wrapper.process_group))
         self.error: Exception | None = None
         self._futures: list[Any] = []
         self._used: list[list[tuple[torch.Tensor | None, int]]] = []

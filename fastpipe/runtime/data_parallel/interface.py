@@ -128,7 +128,8 @@ class DataParallel(ABC):
         found, before = (failure or "").encode()[:_LONGEST], self.lost()
         for group in self.groups:
             own = torch.frombuffer(bytearray(found.ljust(_LONGEST, b"\0")), dtype=torch.uint8).to(self.device)
-            everywhere = [torch.empty_like(own) for _ in range(group.size())]
+            # of a group that this process has left, size() would raise in torch 2.14
+            everywhere = [torch.empty_like(own) for _ in dist.get_process_group_ranks(group)]
             if not self.completes(deadline, dist.all_gather, everywhere, own, group=group):
                 continue
             texts = (bytes(other.tolist()).rstrip(b"\0") for other in everywhere)
