@@ -262,6 +262,25 @@ def test_a_recompute_that_fails_is_the_backwards_failure(executor: str) -> None:
     pipe.step(x, target=y)
 
 
+class WithNamesOfTorch(nn.Module):
+    """Its keyword arguments are called as those of torch.utils.checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, debug: Any = 1.0, early_stop: Any = 1.0, use_reentrant: Any = 1.0) -> Any:
+        return self.linear(x) * debug * early_stop * use_reentrant
+
+
+@pytest.mark.parametrize("way", ["full", "layers"])
+def test_names_of_keyword_arguments_are_the_layers(way: str, executor: str) -> None:
+    layers, x, y = [WithNamesOfTorch() for _ in range(2)], torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    pipe = Pipeline(layers, "1f1b", 4, squared, num_ranks=2, executor=executor, recompute=way)
+    names = ("debug", "early_stop", "use_reentrant")
+    assert check_parity(pipe, layers, (x, y), kwargs={name: torch.randn(8, 1) for name in names}).ok
+
+
 def of_jit(compiles: str) -> nn.Module:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
     return torch.jit.script(module) if compiles == "script" else torch.jit.trace(module, torch.ones(2, WIDTH))

@@ -209,7 +209,7 @@ def recomputed(function: Callable[..., Any], module: nn.Module, /, *args: Any, *
     versions = [version_of(tensor) for tensor in tensors]
     is_repetition = False
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(kwargs: Mapping[str, Any], *args: Any) -> Any:
         nonlocal is_repetition
         if not is_repetition:
             is_repetition = True
@@ -225,7 +225,8 @@ def recomputed(function: Callable[..., Any], module: nn.Module, /, *args: Any, *
     before = StateBefore(module)
     is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in walked(module))
     # the exception by which a repetition ends early does not pass through the interpreter of torch.jit
-    output = checkpoint(run, *args, use_reentrant=False, early_stop=not is_scripted, **kwargs)
+    # a dict, as checkpoint would take some names, such as debug, for its own
+    output = checkpoint(run, kwargs, *args, use_reentrant=False, early_stop=not is_scripted)
     before.forget_unchanged()
     if versions != [version_of(tensor) for tensor in tensors]:
         name = "a stage" if isinstance(module, Chain) else type(module).__name__
