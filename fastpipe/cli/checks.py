@@ -56,9 +56,12 @@ def validate(arguments: argparse.Namespace) -> None:
 
 def convert(arguments: argparse.Namespace) -> None:
     """Rewrite a schedule in another format."""
-    schedule = work.read_schedule(arguments.file)
-    to = arguments.to or ("json" if (arguments.output or "").endswith(".json") else "csv")
     to_stdout = arguments.output in (None, "-")
+    suffix = ".csv" if to_stdout else as_path(arguments.output).suffix.lower()
+    if arguments.to is None and suffix not in (".csv", ".json"):
+        raise ValueError(f"-o {arguments.output}: without --to the suffix says the format; use .csv or .json")
+    to = arguments.to or suffix[1:]
+    schedule = work.read_schedule(arguments.file)
     with work.errors_of(arguments.file):
         text = _text(schedule, "json" if to_stdout and arguments.json and to != "program" else to)
     if to_stdout:

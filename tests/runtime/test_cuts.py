@@ -157,6 +157,11 @@ def test_parameters_are_counted() -> None:
     assert layer_costs(nn.Sequential(*layers).children(), by="parameters") == [20, 0, 10]  # type: ignore[arg-type]
 
 
+def test_a_keyword_argument_that_no_layer_takes_is_refused() -> None:
+    with pytest.raises(ValueError, match="maks: no layer's forward takes this keyword argument"):
+        layer_costs([nn.Linear(4, 8)], torch.ones(2, 4), maks=None)
+
+
 def test_flops_are_those_of_forward_and_backward() -> None:
     """A product forward, and two backward: the first layer's input needs no gradient."""
     layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), nn.Linear(2, 2).requires_grad_(False)]

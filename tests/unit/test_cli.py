@@ -329,6 +329,7 @@ def test_help_says_whether_costs_can_be_by_stage(command: str, by_stage: bool, c
         (["html", "1f1b", *SMALL, "-o", "/no/such/folder/x.html"], "/no/such/folder"),
         (["validate", "missing.csv"], "missing.csv"),
         (["convert", "missing.json"], "missing.json"),
+        (["convert", "mine.csv", "-o", "mine.svg"], "use .csv or .json"),
         (["doctor", "--loud"], "--loud"),
     ],
 )

@@ -69,7 +69,7 @@ def layer_costs(
         One number per layer.
 
     Raises:
-        ValueError: for an unknown ``by``, no layers, or a missing example.
+        ValueError: for an unknown ``by``, no layers, a missing example, or a keyword argument that no layer takes.
     """
     measures = {"flops": _flops, "seconds": _seconds, "activation_bytes": _activation_bytes, "memory": _memory}
     listed = list(layers) if isinstance(layers, Iterable) else layers
@@ -84,6 +84,7 @@ def layer_costs(
         raise ValueError(f"by = {by!r}: use 'parameters', {', '.join(map(repr, measures))}")
     if not args:
         raise ValueError(f"by = {by!r}: give one microbatch, as the first layer takes it")
+    _check_taken(listed, kwargs)
     if by == "flops":
         counted = _flops_of_fakes(listed, args, kwargs)
         if counted is not None:
@@ -96,6 +97,13 @@ def layer_costs(
         )
     with torch.random.fork_rng(devices=cuda_devices(listed)):
         return _by_layer(listed, args, kwargs, measures[by])
+
+
+def _check_taken(layers: Sequence[nn.Module], kwargs: Iterable[str]) -> None:
+    names = [accepted_names(layer) for layer in layers]
+    for name in kwargs:
+        if not any(own is None or name in own for own in names):
+            raise ValueError(f"{name}: no layer's forward takes this keyword argument; leave it out")
 
 
 Measure = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], float]
