@@ -65,11 +65,15 @@ def _plain_and_replaced(before: Mapping[str, Any], now: Mapping[str, Any]) -> di
 
 
 class StateBefore:
-    """The buffers and plain attributes of a module before a forward, for a repetition of it after they have changed."""
+    """The buffers and plain attributes of a module before a forward, for a repetition of it after they have changed.
+
+    Attributes:
+        parts: the module and its submodules.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts = walked(module)
-        places = [(part, name, b) for part in self._parts for name, b in buffers_of(part).items() if b is not None]
+        self.parts = walked(module)
+        places = [(part, name, b) for part in self.parts for name, b in buffers_of(part).items() if b is not None]
         copies = {buffer: (version_of(buffer), buffer.detach().clone()) for _, _, buffer in places}
         self._buffers = [(part, name, buffer, *copies[buffer]) for part, name, buffer in places]
         self._attributes = self._attributes_now()
@@ -77,7 +81,7 @@ class StateBefore:
 
     def _attributes_now(self) -> list[tuple[nn.Module, dict[str, Any]]]:
         """Of modules that are not torch's own, whose forwards replace none."""
-        return [(part, dict(vars(part))) for part in self._parts if not type(part).__module__.startswith("torch.nn.")]
+        return [(part, dict(vars(part))) for part in self.parts if not type(part).__module__.startswith("torch.nn.")]
 
     def forget_unchanged(self) -> None:
         """Release what nobody has replaced or changed since, except through a tensor's ``data``."""
@@ -96,7 +100,7 @@ class StateBefore:
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Context of the repetition; afterwards buffers and attributes, tensors too, are as they were before it."""
-        restore_buffers, attributes = keep_buffers(self._parts[:1]), self._attributes_now()
+        restore_buffers, attributes = keep_buffers(self.parts[:1]), self._attributes_now()
         copies = {copy: copy.clone() for *_, copy in self._buffers}
         try:
             for part, name, *_, copy in self._buffers:

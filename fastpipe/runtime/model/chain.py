@@ -30,7 +30,6 @@ from fastpipe.runtime.common import (
     tensor_leaves,
     torch_private,
     version_of,
-    walked,
 )
 from fastpipe.runtime.data_parallel import is_sharded
 
@@ -223,7 +222,7 @@ def recomputed(function: Callable[..., Any], module: nn.Module, /, *args: Any, *
                 raise
 
     before = StateBefore(module)
-    is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in walked(module))
+    is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in before.parts)
     # the exception by which a repetition ends early does not pass through the interpreter of torch.jit
     # a dict, as checkpoint would take some names, such as debug, for its own
     output = checkpoint(run, kwargs, *args, use_reentrant=False, early_stop=not is_scripted)

@@ -1,9 +1,9 @@
 """split: a model as a list of its layers.
 
-The layers in sequence return the model's output; otherwise an error states the reason. Those of a model of Hugging Face
-are in `hugging_face.py`. Of another model with a list of blocks they are what precedes the blocks, every block, and
-every later module (`row_graph.py`). Both are compared with the model on an example; the latter also on what a later
-step may have: another mode, autocast, sizes and arguments.
+The layers in sequence return the model's output; otherwise an error states the reason. `hugging_face.py` has the layers
+of models of transformers. The forward of any other model with a list of blocks is recorded (`recorder.py`). Both kinds
+of layers are compared with the model on an example. Recorded ones are also compared under what a later step may have:
+another mode, autocast, other sizes and arguments.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from fastpipe.runtime.model.hugging_face import (
     no_cache,
     own_loss,
 )
-from fastpipe.runtime.model.row_graph import holder_of, row_of_modules, rows_of_modules
-from fastpipe.runtime.model.rows import (
+from fastpipe.runtime.model.recorded import (
     OtherInputsError,
-    Row,
-    RowStage,
+    RecordedModel,
+    RecordedStage,
+    ancestors_of,
     arguments_of,
     constants_of,
-    holders_of,
     without_tensors,
 )
+from fastpipe.runtime.model.recorder import candidate_blocks, parent_of, record_model
 
 _MANY_BYTES = 1_000_000
 _MANY_CALLS = 3
@@ -126,7 +126,7 @@ def split(model: nn.Module | Sequence[nn.Module], *example: Any, **kwargs: Any) 
         return layers
     check_forward(model)
     _check_example(model, example, kwargs)
-    layers = (_of_hugging_face if is_hugging_face(model) else _row)(model, example, kwargs)
+    layers = (_of_hugging_face if is_hugging_face(model) else _by_recording)(model, example, kwargs)
     layers.whole = model
     return layers
 
@@ -180,7 +180,7 @@ def _of_hugging_face(model: Any, example: tuple[Any, ...], kwargs: dict[str, Any
             raise
         try:
             with making_masks(kwargs):
-                layers = _row(model, example, {**no_cache(model), **kwargs}, no_cache(model))
+                layers = _by_recording(model, example, {**no_cache(model), **kwargs}, no_cache(model))
         except Exception as other:  # also the model's, of an example that it does not take
             why = str(error).partition(f"; {INSTEAD}")[0].partition(f", or {INSTEAD}")[0]
             raise ValueError(
@@ -205,36 +205,37 @@ def _find_loss(model: Any, layers: Any, example: Mapping[str, Any]) -> None:
         layers.no_loss = f"{what} ({first_line(error)})"
 
 
-def _row(
+def _by_recording(
     model: nn.Module, example: tuple[Any, ...], kwargs: dict[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> Layers:
-    """The layers of a module with a list of blocks, compared with it on the example."""
+    """The layers of a model whose forward is recorded, compared with the model on the example."""
     if not example and not kwargs:
         raise ValueError(
             f"model is a {type(model).__name__}: give one microbatch as an example, as in split(model, x), to trace "
             "its forward"
         )
     found, refusals = {}, {}
-    rows = rows_of_modules(model)
-    lists = [row for row in rows if not isinstance(holder_of(model, row), nn.Sequential)]  # which is entered anyway
-    tries = [(row, [other for other in lists if other is not row]) for row in rows]
-    tries += [(row, []) for row, others in tries if others]
+    candidates = candidate_blocks(model)
+    # the members of a Sequential become layers in any case
+    lists = [blocks for blocks in candidates if not isinstance(parent_of(model, blocks), nn.Sequential)]
+    tries = [(blocks, [other for other in lists if other is not blocks]) for blocks in candidates]
+    tries += [(blocks, []) for blocks, others in tries if others]
     for i, (blocks, others) in enumerate(tries):
         try:
             found[i] = _run_restored(
-                model, partial(row_of_modules, model, blocks, others, example, kwargs, defaults or {})
+                model, partial(record_model, model, blocks, others, example, kwargs, defaults or {})
             )
         except ValueError as error:
             refusals[i] = error
-    for i, row in sorted(found.items(), key=lambda item: -len(item[1].layers)):
+    for i, recorded in sorted(found.items(), key=lambda item: -len(item[1].layers)):
         try:
-            layers = _layers_of(model, row, example, kwargs)
+            layers = _layers_of(model, recorded, example, kwargs)
         except ValueError as error:
             refusals[i] = error
             continue
         _warn_of_largest(layers, [refusals[number] for number in sorted(refusals)])
-        _warn_of_parameters(model, row)
-        _warn_of_calls(row)
+        _warn_of_parameters(model, recorded)
+        _warn_of_calls(recorded)
         return layers
     raise refusals[min(refusals)]  # that of the most likely candidate says most
 
@@ -247,9 +248,9 @@ def _warn_of_largest(layers: Layers, refusals: Sequence[ValueError]) -> None:
         logger.warning(text, 100 * max(sizes) / sum(sizes), sizes.index(max(sizes)), len(sizes), refusals[0])
 
 
-def _warn_of_parameters(model: nn.Module, row: Row) -> None:
+def _warn_of_parameters(model: nn.Module, recorded: RecordedModel) -> None:
     """Name large parameters that the first stage sends to later ones with every microbatch."""
-    sizes = {key: model.get_parameter(key).nbytes for key in row.inputs if isinstance(key, str)}
+    sizes = {key: model.get_parameter(key).nbytes for key in recorded.inputs if isinstance(key, str)}
     if sum(sizes.values()) > _MANY_BYTES:
         text = (
             "split: functions after the first block use %s, so the first stage sends %.0f MB more with every "
@@ -258,9 +259,9 @@ def _warn_of_parameters(model: nn.Module, row: Row) -> None:
         logger.warning(text, " and ".join(sizes), sum(sizes.values()) / 1e6)
 
 
-def _warn_of_calls(row: Row) -> None:
+def _warn_of_calls(recorded: RecordedModel) -> None:
     """Name a module that layer 0 calls for many later layers, as a position embedding before every block."""
-    calls = Counter(node.args[1] for node in row.first.function.graph.nodes if node.target is operator.call)
+    calls = Counter(node.args[1] for node in recorded.first.function.graph.nodes if node.target is operator.call)
     for path, count in calls.items():
         if count >= _MANY_CALLS:
             text = (
@@ -270,15 +271,15 @@ def _warn_of_calls(row: Row) -> None:
             logger.warning(text, path, count)
 
 
-def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
-    paths = {layer.path for layer in row.layers}
-    holders = holders_of(paths)
+def _layers_of(model: nn.Module, recorded: RecordedModel, example: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
+    paths = {layer.path for layer in recorded.layers}
+    holders = ancestors_of(paths)
     for path in holders:
         check_whole_unhooked(model.get_submodule(path))
 
     def made(fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> Layers:
-        make = partial(RowStage, model, row, fixed, constants)
-        return Layers((make([layer]) for layer in range(len(row.layers) + 1)), make=make)
+        make = partial(RecordedStage, model, recorded, fixed, constants)
+        return Layers((make([layer]) for layer in range(len(recorded.layers) + 1)), make=make)
 
     layers = made({}, {})
     _check_complete(model, layers)
@@ -320,12 +321,12 @@ def _layers_of(model: nn.Module, row: Row, example: tuple[Any, ...], kwargs: dic
     return made(fixed, {name: value for name, value in constants.items() if name not in changed})
 
 
-def _observed(model: nn.Module, row: Iterable[str], run: Callable[[], list[Any]]) -> Runs:
+def _observed(model: nn.Module, paths: Iterable[str], run: Callable[[], list[Any]]) -> Runs:
     """What is compared of runs: their outputs, those of modules, which they may hide, and the drawn random numbers."""
     seen: list[Any] = []
     # as it is now: the forward may set attributes of what a module returned
     hook = lambda _, __, output: seen.append([*_leaves_of(output)])  # noqa: E731
-    handles = [model.get_submodule(path).register_forward_hook(hook) for path in row]
+    handles = [model.get_submodule(path).register_forward_hook(hook) for path in paths]
     try:
         output = run()
     finally:

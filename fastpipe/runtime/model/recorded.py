@@ -1,6 +1,8 @@
-"""A model as a row of layers: each a module and the functions that follow it, and passing on what later ones use.
+"""A model as layers that were recorded from its forward.
 
-`row_graph.py` finds them; a `RowStage` runs consecutive ones.
+Layer 0 is the model's own forward up to its first block. Each later layer calls one block and the functions of torch
+that follow it, and passes on what later layers use. `recorder.py` finds the layers; a `RecordedStage` runs consecutive
+ones.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from fastpipe.runtime.model.chain import FULL, LAYERS, WholeNames, accepted_name
 
 
 class Variable(NamedTuple):
-    """A tensor or an integer in a variable of a forward.
+    """A tensor or an integer in a local variable of a forward, when the first block is called.
 
     Attributes:
-        frame: the frame's number, from 0 for the innermost.
-        name: of the variable.
-        path: of the tensor or integer in it.
+        frame: the number of the stack frame, from 0 for the innermost.
+        name: the variable's name.
+        path: the place of the tensor or integer within the variable's value.
     """
 
     frame: int
@@ -36,26 +38,27 @@ class Variable(NamedTuple):
     path: str
 
 
-Place = tuple[int | None, ...]
-"""Lines and columns: Python calls from another instruction of the same place once it has specialized code."""
+Position = tuple[int | None, ...]
+"""Lines and columns of a call. Instruction offsets would not do: they change when Python specializes the code."""
 
 
-class Result(NamedTuple):
+class FunctionResult(NamedTuple):
     """A tensor that a function of torch returned.
 
     Attributes:
-        calls: the code, and the place in it, of each call that led to it, but for torch's, the innermost first.
-        number: how many functions these had called before.
-        leaf: its number among the tensors that the function returned.
+        calls: the code and the position of each call on the stack, without those in torch, the innermost first.
+        number: how many calls of functions with this stack came before, and this one.
+        leaf: the number of the tensor among those that the function returned.
     """
 
-    calls: tuple[tuple[CodeType, Place], ...]
+    calls: tuple[tuple[CodeType, Position], ...]
     number: int
     leaf: int
 
 
-Source = int | str | Variable | Result
-"""Where an input of a row is from: a leaf of the first block's arguments, a parameter, or a value of the forward."""
+Source = int | str | Variable | FunctionResult
+"""The source of an input: a leaf of the first block's arguments (its number), a parameter (its name), or a value that
+the forward has computed before."""
 
 
 def module_of(frame: FrameType) -> str:
@@ -64,22 +67,23 @@ def module_of(frame: FrameType) -> str:
 
 
 @lru_cache(1024)
-def _places(code: CodeType) -> list[Place]:
-    """The place of each instruction, of two bytes."""
+def _positions(code: CodeType) -> list[Position]:
+    """The position of each instruction; an instruction has two bytes."""
     return list(code.co_positions())
 
 
-class Results(TorchFunctionMode):
-    """Numbers what functions of torch return while the forward called by ``caller`` runs.
+class ResultNumbering(TorchFunctionMode):
+    """Identifies the tensors that functions of torch return, in the same way in every run of a forward.
 
     Args:
-        note: called with the number of each tensor, and the tensor.
+        caller: the code that calls the forward; calls further out do not count.
+        note: called with the identity of each tensor, and the tensor.
     """
 
-    def __init__(self, caller: CodeType, note: Callable[[Result, torch.Tensor], None]) -> None:
+    def __init__(self, caller: CodeType, note: Callable[[FunctionResult, torch.Tensor], None]) -> None:
         super().__init__()
         self._caller, self._note = caller, note
-        self._counts: Counter[tuple[tuple[CodeType, Place], ...]] = Counter()
+        self._counts: Counter[tuple[tuple[CodeType, Position], ...]] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
@@ -88,31 +92,31 @@ class Results(TorchFunctionMode):
         return value
 
     def number(self, value: Any) -> None:
-        """Number the tensors that a function just returned."""
+        """Identify the tensors that a function just returned."""
         calls, frame = [], inspect.currentframe()
         while frame is not None and frame.f_code is not self._caller:
             if module_of(frame).partition(".")[0] not in ("torch", "fastpipe"):
-                calls.append((frame.f_code, _places(frame.f_code)[frame.f_lasti // 2]))
+                calls.append((frame.f_code, _positions(frame.f_code)[frame.f_lasti // 2]))
             frame = frame.f_back
         key = tuple(calls)
         self._counts[key] += 1
         for leaf, tensor in enumerate(tensor_leaves(value)):
-            self._note(Result(key, self._counts[key], leaf), tensor)
+            self._note(FunctionResult(key, self._counts[key], leaf), tensor)
 
 
 TRAINING = "training"
-"""Takes the place of a buffer's name. No buffer has it, as modules have an attribute of this name."""
+"""Stands for a module's training mode among the names of buffers: no buffer can have the name of an attribute."""
 
 
-class RowLayer(NamedTuple):
-    """A module and the functions that follow it.
+class RecordedLayer(NamedTuple):
+    """A block and the functions that follow it.
 
     Attributes:
-        path: the module's name in the model.
-        function: takes what calls the module, the values that the previous layer passes on, and buffers; returns a
-            tuple of the values that this one passes on, or the model's output.
-        buffers: the names of the model's buffers that it takes. A step passes those that are there, which may have been
-            loaded or moved; for `TRAINING` the mode of the module.
+        path: the block's name in the model.
+        function: takes a function that calls the block, the values that the previous layer passes on, and buffers.
+            Returns a tuple of the values that this layer passes on; the last layer returns the model's output.
+        buffers: the names of the model's buffers that ``function`` takes, or `TRAINING`. Each step passes the current
+            ones, which may have been loaded or moved.
     """
 
     path: str
@@ -120,24 +124,25 @@ class RowLayer(NamedTuple):
     buffers: Sequence[str]
 
 
-class Row(NamedTuple):
-    """A model from its first block on.
+class RecordedModel(NamedTuple):
+    """The layers of a model.
 
     Attributes:
-        first: what layer 0 does after the model's forward: it gives the inputs to the next layer, and calls modules
-            with weights again that it has called; ``function`` calls them by name.
-        layers: in order. A module without parameters and buffers may be in several, and precede the first.
-        early: modules of layers that precede the first, too.
-        inputs: of ``first``.
-        given: the first block's arguments `without_tensors`; `int` for an integer that inputs have.
-        buffers: the names of those among their leaves, by number.
-        defaults: keyword arguments of the model that a step need not have.
-        read: attributes, by name and `without_tensors`, that the forward changes before the first block and reads after
-            it: a step must have the same ones.
+        first: what layer 0 does once the forward has reached the first block: it computes the inputs of layer 1. A
+            module with weights that the forward calls before and after the first block is called in layer 0 only;
+            ``function`` calls it by name.
+        layers: the later layers, in order. A block without parameters and buffers may be in several layers.
+        early: the blocks that are also called before the first block.
+        inputs: the sources of the inputs of ``first``.
+        given: the arguments of the first block on the example, `without_tensors`; `int` for an integer in ``inputs``.
+        buffers: the names of buffers among the leaves of these arguments, by the leaf's number.
+        defaults: keyword arguments of the model that a step may omit, with their values.
+        read: attributes that the forward changes before the first block and reads after it, with their values on the
+            example, `without_tensors`. In a step they must have the same values.
     """
 
-    first: RowLayer
-    layers: Sequence[RowLayer]
+    first: RecordedLayer
+    layers: Sequence[RecordedLayer]
     early: Collection[str]
     inputs: Sequence[Source]
     given: Any
@@ -147,7 +152,7 @@ class Row(NamedTuple):
 
 
 def constants_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Any]:
-    """The public attributes of modules that are numbers, text or None, but for those that every module has."""
+    """The public attributes of modules that are numbers, text or None, without those that every module has."""
     found: dict[str, Any] = {}
     for path in paths:
         own = vars(model.get_submodule(path)).items()
@@ -160,33 +165,33 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     model(*args, **kwargs)
 
 
-class RowStage(WholeNames):
-    """Consecutive layers of a model with a row of modules.
+class RecordedStage(WholeNames):
+    """Consecutive layers of a recorded model.
 
     Args:
         model: the unsplit model; its modules are used, not copied.
-        row: its layers.
-        fixed: the arguments of the model that must be as on the example, without tensors.
-        constants: the attributes, by name, that modules on the way to the row had at the split.
-        layers: 0 for the model's forward up to the row, whose layers count from 1.
+        recorded: its layers.
+        fixed: arguments of the model that must be as on the example, `without_tensors`.
+        constants: attributes of the modules that contain blocks, by name, with their values at the split.
+        layers: the numbers of this stage's layers; 0 is the forward up to the first block.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        row: Row,
+        recorded: RecordedModel,
         fixed: Mapping[str, Any],
         constants: Mapping[str, Any],
         layers: Sequence[int],
     ) -> None:
         super().__init__()
-        own = [row.layers[layer - 1] for layer in layers if layer]
+        own = [recorded.layers[layer - 1] for layer in layers if layer]
         begins = 0 in layers
-        self._ends = len(row.layers) in layers
-        names = {layer.path for layer in row.layers}
-        holders = holders_of(names)
+        self._ends = len(recorded.layers) in layers
+        names = {layer.path for layer in recorded.layers}
+        holders = ancestors_of(names)
         kept = _kept(
-            model, "", names, holders, {layer.path for layer in own} | set(row.early if begins else ()), begins
+            model, "", names, holders, {layer.path for layer in own} | set(recorded.early if begins else ()), begins
         )
         assert kept is not None
         torch_private.share_tensors(self, kept)
@@ -194,40 +199,42 @@ class RowStage(WholeNames):
         # not children: they are submodules already, under the model's names
         self._own = [(model.get_submodule(layer.path), layer) for layer in own]
         copied: list[tuple[nn.Module, nn.Module]] = []
-        self._wanted = frozenset(key for key in row.inputs if isinstance(key, Result))
-        self._before = [(_before_row(model, "", names - set(row.early), holders, copied), row)] if begins else []
+        self._wanted = frozenset(key for key in recorded.inputs if isinstance(key, FunctionResult))
+        self._before = (
+            [(_before_blocks(model, "", names - set(recorded.early), holders, copied), recorded)] if begins else []
+        )
         if begins:
             self.stand_for(model, copied)
             self._signature = inspect.signature(model.forward)
         self._fixed, self._constants = fixed, constants
-        taken = {buffer for layer in ([row.first] * begins + own) for buffer in layer.buffers}
+        taken = {buffer for layer in ([recorded.first] * begins + own) for buffer in layer.buffers}
         self._share_buffers(model, taken - {TRAINING})
-        self._share_buffers(model, row.buffers.values() if begins else ())
+        self._share_buffers(model, recorded.buffers.values() if begins else ())
         self._names = accepted_names(model) if begins else frozenset()
         self._recomputes = False
 
     def accepts(self) -> frozenset[str] | None:
-        """The accepted keyword arguments: the model's, before the row."""
+        """The accepted keyword arguments: the model's, before the first block."""
         return self._names
 
     def recomputes(self, way: str) -> bool:
-        """Recompute each module of the row by itself."""
+        """Recompute each block by itself."""
         self._recomputes = way == LAYERS
         return way != FULL
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layers on what the previous layer passes on."""
         values: Any = args
-        for model, row in self._before:
-            values = self._run_before(model, row, args, {**row.defaults, **kwargs})
-            values = self._run(row.first, self._call, values, self)
+        for model, recorded in self._before:
+            values = self._run_before_blocks(model, recorded, args, {**recorded.defaults, **kwargs})
+            values = self._run(recorded.first, self._call, values, self)
         for module, layer in self._own:
             call = partial(recomputed, module, module) if self._recomputes else module
             values = self._run(layer, call, values, module)
         is_tensor = not self._ends and len(values) == 1 and isinstance(values[0], torch.Tensor)
         return values[0] if is_tensor else values
 
-    def _run(self, layer: RowLayer, call: Callable[..., Any], values: Sequence[Any], module: nn.Module) -> Any:
+    def _run(self, layer: RecordedLayer, call: Callable[..., Any], values: Sequence[Any], module: nn.Module) -> Any:
         # another stage may have moved the model's buffer
         buffers = [
             module.training if name == TRAINING else self.get_buffer(name).to(tensor_leaves(values)[0].device)
@@ -239,7 +246,7 @@ class RowStage(WholeNames):
         return self.get_submodule(path)(*args, **kwargs)
 
     def _share_buffers(self, model: nn.Module, buffers: Iterable[str]) -> None:
-        """Hold buffers that modules get, under the model's names: they are loaded and saved with this stage."""
+        """Hold the buffers that blocks get as arguments under the model's names, to be loaded and saved."""
         for path in {name.rpartition(".")[0] for name in buffers}:
             holder: nn.Module = self
             for name in path.split(".") if path else ():
@@ -249,34 +256,36 @@ class RowStage(WholeNames):
             torch_private.share_buffers(holder, model.get_submodule(path))
 
     @torch_private.never_compiled
-    def _run_before(self, model: nn.Module, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The inputs of the first layer of the row."""
+    def _run_before_blocks(
+        self, model: nn.Module, recorded: RecordedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Run the forward up to the first block, and find the inputs of ``recorded.first``."""
         self.follow_modes()
         arguments = arguments_of(self._signature, args, kwargs)
         self._check_unchanged(arguments)
-        buffers = {i: self.get_buffer(name) for i, name in row.buffers.items()}
+        buffers = {i: self.get_buffer(name) for i, name in recorded.buffers.items()}
         versions = list(map(version_of, buffers.values()))
         found: dict[Source, torch.Tensor | int] = {}
 
-        def keep(result: Result, tensor: torch.Tensor) -> None:
+        def keep(result: FunctionResult, tensor: torch.Tensor) -> None:
             if result in self._wanted:
                 found[result] = tensor
 
         try:
-            with Results(_called.__code__, keep) if self._wanted else nullcontext():
+            with ResultNumbering(_called.__code__, keep) if self._wanted else nullcontext():
                 _called(model, args, kwargs)
-        except _Reached as reached:  # itself not kept: its traceback has this frame, and holds what the forward made
+        except _FirstBlockReached as reached:  # not kept in a variable: its traceback holds all that the forward made
             call = reached.call
-            if any(isinstance(key, Variable) for key in row.inputs):
+            if any(isinstance(key, Variable) for key in recorded.inputs):
                 found |= variables_in(_frames_of(reached))
         else:
             raise ValueError("split: the model's forward ended before its first block; pass its layers as a list")
-        _check_read(model, row)
+        _check_read(model, recorded)
         leaves = pytree.tree_leaves(call)
-        same = _is_like(call, row.given) and all(leaves[i] is buffer for i, buffer in buffers.items())
-        inputs = [self._input(key, leaves, found) for key in row.inputs] if same else []
+        same = _is_like(call, recorded.given) and all(leaves[i] is buffer for i, buffer in buffers.items())
+        inputs = [self._input(key, leaves, found) for key in recorded.inputs] if same else []
         if not same or any(
-            value is None and not isinstance(key, int) for key, value in zip(row.inputs, inputs, strict=False)
+            value is None and not isinstance(key, int) for key, value in zip(recorded.inputs, inputs, strict=False)
         ):
             raise OtherInputsError(
                 "split: the model's blocks get other arguments than on the example that it was split with: split the "
@@ -290,14 +299,14 @@ class RowStage(WholeNames):
         return tuple(inputs)
 
     def _input(self, key: Source, leaves: Sequence[Any], found: Mapping[Source, Any]) -> Any:
-        """One of a row's inputs."""
+        """The value of one input; None if it is not there."""
         if isinstance(key, int):
             return leaves[key]
         # a copy of a parameter: fully_shard frees its memory after the forward
         return self.get_parameter(key).clone() if isinstance(key, str) else found.get(key)
 
     def _check_unchanged(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse values that other stages do not follow: of arguments, and of attributes changed since the split."""
+        """Refuse arguments and attributes that other stages do not follow and that have changed since the split."""
         for name, known in self._fixed.items():
             if without_tensors(arguments[name]) != known:
                 was = repr(known).replace("<class 'torch.Tensor'>", "a tensor")
@@ -320,8 +329,8 @@ class RowStage(WholeNames):
                 )
 
 
-def _check_read(model: nn.Module, row: Row) -> None:
-    for name, known in row.read.items():
+def _check_read(model: nn.Module, recorded: RecordedModel) -> None:
+    for name, known in recorded.read.items():
         path, _, attribute = name.rpartition(".")
         now = without_tensors(getattr(model.get_submodule(path), attribute, None))
         if now != known:
@@ -333,11 +342,11 @@ def _check_read(model: nn.Module, row: Row) -> None:
 
 
 class OtherInputsError(ValueError):
-    """The input of a step is not as the example."""
+    """An input of a step differs from the example in a way that the layers do not follow."""
 
 
-class _Reached(BaseException):
-    """Raised when the model's forward reaches the row, with the arguments of the first block."""
+class _FirstBlockReached(BaseException):
+    """Ends the model's forward at the first block; has the arguments of its call."""
 
     def __init__(self, *call: Any) -> None:
         super().__init__()
@@ -345,7 +354,7 @@ class _Reached(BaseException):
 
 
 def _end(block: nn.Module) -> nn.Module:
-    """Replaces a module of the row, to end the model's forward, which may use its attributes and methods before."""
+    """A replacement of a block: calling it ends the forward, which may use its attributes and methods before."""
     module = nn.Module()
     if not isinstance(block, torch.jit.ScriptModule):
         module.__class__ = type(block)
@@ -355,7 +364,7 @@ def _end(block: nn.Module) -> nn.Module:
 
 
 def _reach(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    raise _Reached(args, kwargs)
+    raise _FirstBlockReached(args, kwargs)
 
 
 def _is_same(found: Any, known: Any) -> bool:
@@ -365,48 +374,56 @@ def _is_same(found: Any, known: Any) -> bool:
 
 
 def _kept(
-    module: nn.Module, path: str, row: Collection[str], holders: Collection[str], own: Collection[str], begins: bool
+    module: nn.Module, path: str, blocks: Collection[str], holders: Collection[str], own: Collection[str], begins: bool
 ) -> nn.Module | None:
-    """A stage's part of a module: all, some submodules under the same names, or None."""
-    if path in row or path not in holders:
-        return module if (path in own if path in row else begins) else None
+    """What a stage holds of a module: the module itself, a holder of some of its submodules, or None.
+
+    Args:
+        path: the module's name.
+        blocks: the names of all blocks.
+        holders: the names of the modules that contain them.
+        own: the names of the blocks that the stage calls.
+        begins: whether the stage has layer 0, and so all modules that are not blocks.
+    """
+    if path in blocks or path not in holders:
+        return module if (path in own if path in blocks else begins) else None
     holder = nn.Module()
     if begins:
         torch_private.share_tensors(holder, module)
     for name, child in children_of(module).items():
-        kept = None if child is None else _kept(child, join(path, name), row, holders, own, begins)
+        kept = None if child is None else _kept(child, join(path, name), blocks, holders, own, begins)
         if kept is not None:
             holder.add_module(name, kept)
     return holder
 
 
-def _before_row(
+def _before_blocks(
     module: nn.Module,
     path: str,
-    row: Collection[str],
+    blocks: Collection[str],
     holders: Collection[str],
     copied: list[tuple[nn.Module, nn.Module]],
 ) -> nn.Module:
-    """A copy of the model without its row, which ends where the row begins.
+    """A copy of the model whose forward ends where it calls the first block.
 
     Args:
-        copied: gets the copies of modules, and these.
+        copied: the function appends each copy, with its original.
     """
-    if path in row:
+    if path in blocks:
         return _end(module)
     if path not in holders:
         return module
     twin: nn.Module = shallow(module)
     copied.append((twin, module))
     for name, child in children_of(module).items():
-        own = None if child is None else _before_row(child, join(path, name), row, holders, copied)
+        own = None if child is None else _before_blocks(child, join(path, name), blocks, holders, copied)
         children_of(twin)[name] = own
     return twin
 
 
-def holders_of(row: Iterable[str]) -> set[str]:
-    """The modules that contain those of a row."""
-    parts = [name.split(".") for name in row]
+def ancestors_of(paths: Iterable[str]) -> set[str]:
+    """The names of all modules that contain these."""
+    parts = [name.split(".") for name in paths]
     return {".".join(names[:n]) for names in parts for n in range(len(names))}
 
 
@@ -415,16 +432,16 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _frames_of(reached: _Reached) -> list[FrameType]:
+def _frames_of(reached: _FirstBlockReached) -> list[FrameType]:
     """The frames from the call of the first block out to that of the model."""
     return [frame for frame, _ in traceback.walk_tb(reached.__traceback__)][:0:-1]
 
 
 def variables_in(frames: Iterable[FrameType]) -> dict[Source, torch.Tensor | int]:
-    """The tensors, but for parameters, and the integers in the variables of forwards.
+    """The tensors and integers in local variables, without parameters.
 
     Args:
-        frames: of calls that lead to a module of the row, the innermost first.
+        frames: the stack of the first block's call, the innermost first.
     """
     found: dict[Source, torch.Tensor | int] = {}
     ours = {nn.Module.__module__, __name__}
@@ -437,7 +454,7 @@ def variables_in(frames: Iterable[FrameType]) -> dict[Source, torch.Tensor | int
 
 
 def _leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a value, with paths that have the lengths of lists, which may be of the rows of a batch."""
+    """The leaves of a value with their paths. A path has the length of each list, as that may be the batch size."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield from _leaves_of(part, f"{path}[{key!r}]")
@@ -457,7 +474,7 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Ma
 
 
 def without_tensors(value: Any) -> Any:
-    """What of an argument must be as on the example: numbers and text, and where it has tensors and other objects."""
+    """An argument for comparison with the example's: tensors and other objects are replaced by their types."""
     plain = (bool, int, float, str, torch.dtype, torch.device)
 
     def kept(leaf: Any) -> Any:
@@ -469,7 +486,10 @@ def without_tensors(value: Any) -> Any:
 
 
 def _is_like(value: Any, known: Any) -> bool:
-    """Whether an argument `without_tensors` is as on the example. A block finds by itself that a tensor is None."""
+    """Whether an argument is as on the example, which is given `without_tensors`.
+
+    Integers may differ where the example has `int`. None may take the place of a tensor: a block checks that itself.
+    """
 
     def kept(own: Any, known: Any) -> Any:
         is_free = (known is int and type(own) is int) or (known is torch.Tensor and own is None)
@@ -482,7 +502,7 @@ def _is_like(value: Any, known: Any) -> bool:
 
 
 def check_same(value: Any, known: Any, where: str) -> None:
-    """Refuse another value than on the example, by which a model's forward may decide what it does.
+    """Refuse a value other than on the example, since the model's forward may branch on it.
 
     Raises:
         OtherInputsError: if it differs.
