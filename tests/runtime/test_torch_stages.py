@@ -168,6 +168,15 @@ def test_a_traced_weight_of_two_names_is_one_in_each_stage(executor: str) -> Non
     assert check_parity(pipe, model, (x, torch.randn(ROWS, ROWS))).ok
 
 
+def test_a_traced_weight_of_two_names_on_two_routes(executor: str) -> None:
+    """The modules of a trace keep their first weights once more, where no step reads them."""
+    torch.manual_seed(0)
+    model, x = OutputIsInput(), torch.arange(ROWS)
+    traced_model = pipeline(copy.deepcopy(model), (x[:2],))
+    pipe = Pipeline(traced_model, "dualpipe", COUNT, squared, num_ranks=2, executor=executor)
+    assert check_parity(pipe, model, (x, torch.randn(ROWS, ROWS))).ok
+
+
 class Several(nn.Module):
     """Returns a value twice, one of an earlier stage, and None; a shape is a number in its graph."""
 

@@ -157,6 +157,10 @@ def _mend_weights(module: nn.Module) -> dict[int, str]:
         ]:
             if (part, name) not in read:
                 delattr(part, name)
+    for part in module.modules():
+        code = vars(part).get("graph_module")  # runs with the part's weights, and keeps those of the trace
+        for path, inner in code.named_modules() if isinstance(code, nn.Module) else ():
+            torch_private.share_tensors(inner, part.get_submodule(path))
     return names
 
 
