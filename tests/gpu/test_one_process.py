@@ -70,9 +70,14 @@ def test_recorded_steps(schedule: str, dtype: torch.dtype) -> None:
 
 
 def test_a_model_that_cannot_be_recorded() -> None:
-    """A model that makes the host wait cannot be in a CUDA graph: its steps run as ever, and the reason is told."""
+    """A model that makes the host wait cannot be in a CUDA graph: its steps run as ever, may draw random numbers, and
+    the reason is told."""
     pipe, unsplit = build("1f1b", torch.float32, num_ranks=1, cuda_graph=True)
-    next(iter(pipe.stage_modules.values())).register_forward_pre_hook(lambda _, args: args[0].sum().item() and None)
+
+    def draw_and_wait(*_: object) -> None:
+        torch.rand((), device="cuda").item()
+
+    next(iter(pipe.stage_modules.values())).register_forward_pre_hook(draw_and_wait)
     x, target = batch(32, torch.float32)
     reference = reference_step(unsplit, (x, target), pipe.schedule, loss_fn)
     for _ in range(6):
