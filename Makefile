@@ -93,7 +93,7 @@ CUDA_TESTS ?= tests/distributed/test_sharded_training.py $(addprefix tests/runti
 # What needs a GPU runs over CUDA on the host (tests/host_cuda): each transport, recorded steps, schedules of each kind.
 # HOST_CUDA_TESTS=tests/gpu is all of it, HOST_CUDA_TESTS='tests/gpu -k killed' what one asks for. HOST_CUDA_LOSSES are
 # tests for any device: ranks are lost where messages go over NCCL.
-HOST_CUDA_TESTS ?= tests/gpu -k "driver or cannot or failed or killed or (recorded and 1f1b) or \
+HOST_CUDA_TESTS ?= tests/gpu -k "driver or cannot or current or failed or killed or (recorded and 1f1b) or \
   (one_process and (1f1b or zbv or dualpipev)) or \
   ((dualpipev or zbv) and (2-cuda_ipc or process_group-2 or coalesced-2)) or \
   (owed and (0-process_group or 1-cuda_ipc))"
@@ -115,6 +115,7 @@ cuda-build:  ## build for GPUs (with nvcc; no GPU is needed), import it, and run
 	$(CUDA_PYTHON) -m pytest $(BY_FILE) --import-mode=append $(CUDA_TESTS) $(ARGS)
 	$(SAY) "running the tests of GPUs over CUDA on the host"
 	@export PYTHONSAFEPATH=1 PYTHONPATH="$$(echo $(CURDIR)/build/cuda/lib*):$(CURDIR)" FASTPIPE_REQUIRE_NATIVE=1; \
+	export HOST_CUDA_DEVICES=2; \
 	$(CUDA_PYTHON) -m tests.host_cuda $(CUDA_PYTHON) -m pytest $(BY_FILE) --import-mode=append $(HOST_CUDA_TESTS) && \
 	export FASTPIPE_TEST_DEVICE=cuda && \
 	$(CUDA_PYTHON) -m tests.host_cuda $(CUDA_PYTHON) -m pytest --import-mode=append $(HOST_CUDA_LOSSES)

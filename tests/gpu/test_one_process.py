@@ -70,14 +70,36 @@ def test_recorded_steps(schedule: str, dtype: torch.dtype) -> None:
 
 
 def test_a_model_that_cannot_be_recorded() -> None:
-    """A model that makes the host wait cannot be in a CUDA graph: its steps run as ever, and the reason is told."""
+    """A model that makes the host wait cannot be in a CUDA graph: its steps run as ever, may draw random numbers, and
+    the reason is told."""
     pipe, unsplit = build("1f1b", torch.float32, num_ranks=1, cuda_graph=True)
-    next(iter(pipe.stage_modules.values())).register_forward_pre_hook(lambda _, args: args[0].sum().item() and None)
+
+    def draw_and_wait(*_: object) -> None:
+        torch.rand((), device="cuda").item()
+
+    next(iter(pipe.stage_modules.values())).register_forward_pre_hook(draw_and_wait)
     x, target = batch(32, torch.float32)
     reference = reference_step(unsplit, (x, target), pipe.schedule, loss_fn)
     for _ in range(6):
         assert same_bits(pipe.step(x, target=target).loss.cpu(), reference.loss.cpu())
     assert "cuda graph  no: recording a step failed" in pipe.describe()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_a_device_that_is_not_the_current_one(schedule: str) -> None:
+    """A pipeline on the second device draws the same dropout from the same seed, and leaves the first one alone."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one device, so not checked: a pipeline on a device that is not the current one")
+    model = [nn.Sequential(layer, nn.Dropout(0.3)).to("cuda:1") for layer in layers(LAYERS, torch.float32)]
+    before = torch.cuda.memory_allocated(0)
+    pipe = fastpipe.Pipeline(model, schedule, MICROBATCHES, loss_fn, num_ranks=1, rng="per_microbatch")
+    x, target = (tensor.to("cuda:1") for tensor in batch(32, torch.float32))
+    losses = []
+    for _ in range(4):
+        pipe.step_count = 0
+        losses.append(pipe.step(x, target=target).loss)
+    assert all(same_bits(loss, losses[0]) for loss in losses)
+    assert torch.cuda.current_device() == 0 and torch.cuda.memory_allocated(0) <= before
 
 
 @pytest.fixture

@@ -287,6 +287,7 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
 
 // The host's kernel asks nobody but the default generator.
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  const c10::cuda::CUDAGuard guard(input.device());
   const Tensor output = at::empty_like(input);
   const Tensor mask = at::empty_like(input, input.options().dtype(at::kBool));
   const double kept = train.value_or(true) ? 1.0 - p : 1.0;

@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,15 +38,23 @@ def record(stream: Any, work: Callable[[], None]) -> Replay:
     """
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
-        # other threads (NCCL's, those that gather losses) query events meanwhile
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            work()
+        _capture(graph, pool, stream, work)
     except BaseException:  # raised again
         # else torch's allocator may never reuse memory used by several streams
         with contextlib.suppress(RuntimeError):  # already ended
             torch_private.end_allocations(stream.device, pool)
+        # torch 2.11 leaves its random generator in the recording, where it draws nothing else, until another one ends
+        with contextlib.suppress(RuntimeError):  # of a broken device
+            make = partial(torch.zeros, (), device=stream.device)
+            _capture(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), stream, make)
         raise
     return graph.replay
+
+
+def _capture(graph: Any, pool: Any, stream: Any, work: Callable[[], Any]) -> None:
+    # other threads (NCCL's, those that gather losses) query events meanwhile
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        work()
 
 
 RECORDERS: dict[str, tuple[Callable[[torch.device], Any], Callable[[Any, Callable[[], None]], Replay]]] = {
