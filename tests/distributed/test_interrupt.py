@@ -279,6 +279,30 @@ def test_a_handler_that_raises_at_the_end_of_a_step(way: dict[str, str]) -> None
     assert first == second and len(set(first)) == 1
 
 
+def ended_where_the_others_have_ended(way: dict[str, str]) -> str:
+    """Runs on both ranks: a handler raises on rank 0 in the second step when rank 1 has all that it needs of it."""
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, **way)
+    batch = case.batches(1, rows_for(COUNT))[0]
+    pipe.step(*batch.args, target=batch.target)
+    if dist.get_rank() == 0:
+        with mock.patch.object(pipe._steps, "_remember", side_effect=Ended), pytest.raises(Ended):
+            pipe.step(*batch.args, target=batch.target)
+    else:
+        pipe.step(*batch.args, target=batch.target)
+    with pytest.raises(StepError) as caught:
+        pipe.step(*batch.args, target=batch.target)
+    dist.barrier()  # rank 0 keeps its pipeline, of which the others would see the end
+    return str(caught.value)
+
+
+def test_a_handler_that_raises_where_the_others_have_ended_the_step(way: dict[str, str]) -> None:
+    """They learn of it in the next one, and do not wait there until the timeout."""
+    with ranks(2) as group:
+        answers = group.run(ended_where_the_others_have_ended, way)
+    assert answers == ["the step failed on rank 0: Ended; the pipeline is closed; build a new one"] * 2
+
+
 def ended_between_agreement_and_program(owner: str, name: str, way: dict[str, str]) -> tuple[str, str]:
     """Runs on both ranks: a handler raises on rank 0 when the ranks have agreed on the inputs of the second step."""
     case = CASES["plain"]
