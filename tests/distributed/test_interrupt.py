@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from fastpipe import Pipeline, StepError
+from fastpipe.runtime.transport.process_group import _ProcessGroupEndpoint
 from tests.conftest import WAYS, skip_without_native
 from tests.distributed.ranks import GroupOf, ranks
 from tests.distributed.test_death import COUNT, SIZE, Stopping
@@ -277,6 +279,61 @@ def test_a_handler_that_raises_at_the_end_of_a_step(way: dict[str, str]) -> None
     with ranks(2) as group:
         first, second = group.run(ended_after_a_step, way)
     assert first == second and len(set(first)) == 1
+
+
+def ended_when_a_message_is_on_its_way(verb: str) -> tuple[str, str]:
+    """Runs on both ranks: a handler raises on rank 0 in the second step when c10d has begun its first transfer."""
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, executor="python")
+    batch = case.batches(1, rows_for(COUNT))[0]
+    pipe.step(*batch.args, target=batch.target)
+    real = _ProcessGroupEndpoint._call
+
+    def end(endpoint: _ProcessGroupEndpoint, channel: int, call: Callable[..., Any], *args: Any) -> Any:
+        def begin_and_raise(*args: Any) -> NoReturn:
+            call(*args)
+            raise EndedError("by a signal")
+
+        raises = call.__name__ == verb and dist.get_rank() == 0
+        return real(endpoint, channel, begin_and_raise if raises else call, *args)
+
+    with mock.patch.object(_ProcessGroupEndpoint, "_call", end), pytest.raises(StepError) as caught:
+        pipe.step(*batch.args, target=batch.target)
+    dist.barrier()  # rank 0 keeps its pipeline, of which rank 1 would see the end
+    return type(caught.value.__cause__).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["send", "recv"])
+def test_a_handler_that_raises_in_a_transfer(verb: str) -> None:
+    """Nobody waits until the timeout for what is not sent any more."""
+    with ranks(2) as group:
+        (cause, text), (_, other) = group.run(ended_when_a_message_is_on_its_way, verb)
+    assert cause == "EndedError" and text == other
+    assert "rank 0" in text and "EndedError: by a signal; the pipeline is closed" in text
+
+
+def ended_where_the_others_have_ended(way: dict[str, str]) -> str:
+    """Runs on both ranks: a handler raises on rank 0 in the second step when rank 1 has all that it needs of it."""
+    case = CASES["plain"]
+    pipe = Pipeline(case.layers(2), "1f1b", COUNT, case.loss_fn, timeout=PATIENCE, **way)
+    batch = case.batches(1, rows_for(COUNT))[0]
+    pipe.step(*batch.args, target=batch.target)
+    if dist.get_rank() == 0:
+        with mock.patch.object(pipe._steps, "_remember", side_effect=Ended), pytest.raises(Ended):
+            pipe.step(*batch.args, target=batch.target)
+    else:
+        pipe.step(*batch.args, target=batch.target)
+    with pytest.raises(StepError) as caught:
+        pipe.step(*batch.args, target=batch.target)
+    dist.barrier()  # rank 0 keeps its pipeline, of which the others would see the end
+    return str(caught.value)
+
+
+def test_a_handler_that_raises_where_the_others_have_ended_the_step(way: dict[str, str]) -> None:
+    """They learn of it in the next one, and do not wait there until the timeout."""
+    with ranks(2) as group:
+        answers = group.run(ended_where_the_others_have_ended, way)
+    assert answers == ["the step failed on rank 0: Ended; the pipeline is closed; build a new one"] * 2
 
 
 def ended_between_agreement_and_program(owner: str, name: str, way: dict[str, str]) -> tuple[str, str]:

@@ -153,8 +153,10 @@ def lost_named(who: str, others: Callable[[], Sequence[int]]) -> Iterator[None]:
 
 def raised_by_handler(error: BaseException) -> bool:
     """Whether a signal's handler raised it in a call of torch or native code, which may raise the same type."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return not frame.f_globals.get("__name__", "").startswith(("fastpipe.", "torch.distributed."))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames:  # native code has raised it
+        return False
+    return not frames[-1].f_globals.get("__name__", "").startswith(("fastpipe.", "torch.distributed."))
 
 
 def is_lost_connection(error: RuntimeError) -> bool:

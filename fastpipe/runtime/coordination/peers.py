@@ -87,14 +87,14 @@ class LocalPeers:
         gone: processes that exited before they could be watched.
         wakeup: a socket that becomes readable when another process sends to it.
         closed: processes that have closed the pipeline, with their last step.
-        failed: the last step in which another process has published a failure.
+        failed: the last step in which another process has published a failure; -1 if there is none.
     """
 
     def __init__(self) -> None:
         self.processes: dict[int, int] = {}
         self.gone: set[int] = set()
         self.closed: dict[int, int] = {}
-        self.failed = 0
+        self.failed = -1
         self.wakeup = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.wakeup.bind("")  # an abstract address, chosen by the kernel
         self.wakeup.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))

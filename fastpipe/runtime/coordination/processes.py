@@ -327,8 +327,9 @@ class Watcher:
         with self._lock:
             self.step = step
             self._on_failure = on_failure
-        # a process that has closed the pipeline is dead to the steps that follow; others may have given up this step
-        if self.polls or self.dead or self.local_peers.closed or self.local_peers.failed == step:
+        # a process that has closed the pipeline is dead to the steps that follow; others may have given up this step,
+        # or the one before when it had ended here
+        if self.polls or self.dead or self.local_peers.closed or self.local_peers.failed >= step - 1:
             self.local_peers.wake_own()
 
     def end(self) -> None:
@@ -354,6 +355,8 @@ class Watcher:
         first = write_failure(self.store, failure, self.step)
         if first == failure:
             self.published.append(self.step)
+        if _ends_waits(failure):  # others may have ended this step, and wait for this process in the next one
+            write_failure(self.store, failure, self.step + 1)
         self.local_peers.wake(self.step)
         return first
 

@@ -24,7 +24,7 @@ from fastpipe.action import NONE, ActionKind
 from fastpipe.dependencies import feeds
 from fastpipe.program import ChannelKind, Instruction, Op, Program
 from fastpipe.runtime import native
-from fastpipe.runtime.common import CPU, Tensors, handed_over, torch_private
+from fastpipe.runtime.common import CPU, Tensors, handed_over, raised_by_handler, torch_private
 from fastpipe.runtime.stage import (
     FUSED,
     IN_ORDER,
@@ -359,7 +359,7 @@ class PythonExecutor(Executor):
             if self.error is None:
                 self.error = error
                 self.on_failure(position, error)
-            if op is Op.SEND:
+            if op is Op.SEND and not abandons(op, error):
                 # nothing was sent, and the receiver waits: send a stand-in
                 with contextlib.suppress(BaseException):  # the first error is already published
                     call()
@@ -462,6 +462,14 @@ class PythonExecutor(Executor):
                     self.slots[it.slot] = handed_over(tensors)
             case Op.FREE:
                 self.slots.pop(it.slot, None)
+
+
+def abandons(op: Op, error: BaseException) -> bool:
+    """Whether an exception leaves a message that may still arrive, and would be taken for one of the next step: that of
+    a signal's handler in a transfer."""
+    if op in (Op.POST_RECV, Op.SEND):
+        return not isinstance(error, Exception) or raised_by_handler(error)
+    return op in (Op.WAIT_RECV, Op.WAIT_SEND)
 
 
 def _labelled(label: object, call: Callable[[], None]) -> None:

@@ -42,7 +42,7 @@ from fastpipe.runtime.common import (
     torch_private,
 )
 from fastpipe.runtime.data_parallel import DataParallel
-from fastpipe.runtime.executor.executor import Check, Executor, NativeExecutor, PythonExecutor, Seconds
+from fastpipe.runtime.executor.executor import Check, Executor, NativeExecutor, PythonExecutor, Seconds, abandons
 from fastpipe.runtime.stage import Stage
 from fastpipe.runtime.transport import MeshGroups, Transport, leave_groups
 
@@ -550,11 +550,8 @@ def failure_at(
     stage, microbatch = instruction.stage, instruction.microbatch
     if instruction.op is Op.OVERLAP_F_B and stages[stage].running != microbatch:
         stage, microbatch = instruction.pair_stage, instruction.pair_microbatch
-    # a signal's handler raised: the abandoned message may still arrive, and would be taken for one of the next step
-    is_fatal = instruction.op in (Op.WAIT_RECV, Op.WAIT_SEND)
-    is_fatal |= instruction.op in (Op.POST_RECV, Op.SEND) and not isinstance(error, Exception)
     found = None if microbatch < 0 else microbatch  # collectives have none
-    return Failure(rank, cause_text(error), stage, text, found, is_fatal=is_fatal)
+    return Failure(rank, cause_text(error), stage, text, found, is_fatal=abandons(instruction.op, error))
 
 
 def executor_class(choice: str, device: torch.device = CPU, overlap: str = "auto") -> type[Executor]:
