@@ -262,6 +262,15 @@ def test_a_recompute_that_fails_is_the_backwards_failure(executor: str) -> None:
     pipe.step(x, target=y)
 
 
+def test_a_forward_that_fails_leaves_nothing_in_its_thread() -> None:
+    """In torch 2.11 the hooks of its checkpoint stay as long as the exception does."""
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(ZeroDivisionError) as caught:
+        recomputed(lambda x: x / (1 // 0), nn.Module(), x)
+    x.square().sum().backward()
+    assert caught.value and torch.equal(x.grad, 2 * torch.ones(2))
+
+
 class WithNamesOfTorch(nn.Module):
     """Its keyword arguments are called as those of torch.utils.checkpoint."""
 

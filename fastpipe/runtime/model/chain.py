@@ -207,12 +207,17 @@ def recomputed(function: Callable[..., Any], module: nn.Module, /, *args: Any, *
     tensors = tensor_leaves((args, kwargs))
     versions = [version_of(tensor) for tensor in tensors]
     is_repetition = False
+    failed: list[BaseException] = []
 
     def run(kwargs: Mapping[str, Any], *args: Any) -> Any:
         nonlocal is_repetition
         if not is_repetition:
             is_repetition = True
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:  # raised below: checkpoint of torch 2.11 would keep its hooks in this thread
+                failed.append(error)
+                return None
         with before.repeated():
             try:
                 return function(*args, **kwargs)
@@ -226,6 +231,8 @@ def recomputed(function: Callable[..., Any], module: nn.Module, /, *args: Any, *
     # the exception by which a repetition ends early does not pass through the interpreter of torch.jit
     # a dict, as checkpoint would take some names, such as debug, for its own
     output = checkpoint(run, kwargs, *args, use_reentrant=False, early_stop=not is_scripted)
+    if failed:
+        raise failed.pop()
     before.forget_unchanged()
     if versions != [version_of(tensor) for tensor in tensors]:
         name = "a stage" if isinstance(module, Chain) else type(module).__name__
