@@ -92,8 +92,8 @@ class Pipeline:
     rank. It needs no ``if rank ==``.
 
     Args:
-        stages: the model's layers as a list or ``nn.Sequential``, split by ``partition``; a function
-            ``stage_index -> nn.Module``, called for local stages only; a dict of the local stages; or, of
+        stages: the model's layers as a list (as of `fastpipe.split`) or ``nn.Sequential``, split by ``partition``;
+            a function ``stage_index -> nn.Module``, called for local stages only; a dict of the local stages; or, of
             torch.distributed.pipelining, the local ``PipelineStage`` objects or a ``Pipe``. All may be on
             the meta device until `to_empty`, `load_checkpoint` or `load_safetensors`.
         schedule: a name from `fastpipe.list_schedules`, or a `fastpipe.Schedule`.

@@ -106,7 +106,7 @@ CONSTRUCTION: dict[str, tuple[dict[str, Any], str]] = {
         r"stages\[1\] is a builtin_function_or_method: .* a function in the forward of one",
     ),
     "a class among the layers": ({"stages": [Block(), nn.ReLU]}, r"stages\[1\] is a type: .*torch.device\('meta'\)"),
-    "a module": ({"stages": Block()}, "stages is a Block: give the list"),
+    "a module": ({"stages": Block()}, r"stages is a Block: give the list .*fastpipe.split\(model\)"),
     "a function to nothing": ({"stages": lambda index: None}, r"stages\(0\) returned a NoneType"),
     "a lazy layer": (
         {"stages": [nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)]},

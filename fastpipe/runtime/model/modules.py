@@ -63,9 +63,9 @@ def build_modules(
         made = _from_mapping(stages, num_stages, local)
     elif isinstance(stages, nn.Module | type) or not callable(stages):
         raise TypeError(
-            f"stages is a {type(stages).__name__}: give the list of the model's layers (or an nn.Sequential), a "
-            "function stage_index -> nn.Module, a dict {stage_index: nn.Module}, or the stages or Pipe of "
-            "torch.distributed.pipelining"
+            f"stages is a {type(stages).__name__}: give the list of the model's layers, as fastpipe.split(model) "
+            "returns it for many models, an nn.Sequential, a function stage_index -> nn.Module, a dict {stage_index: "
+            "nn.Module}, or the stages or Pipe of torch.distributed.pipelining"
         )
     else:
         made = {stage: stages(stage) for stage in local}
