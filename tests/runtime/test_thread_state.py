@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastpipe
 from fastpipe.runtime.common import thread_state
 from tests.conftest import overlap_of
+from tests.forks import in_child
 from tests.runtime.models import WIDTH, Block, squared
 
 ROWS = 8
@@ -193,3 +195,28 @@ def test_the_end_of_a_thread_keeps_the_casts_of_parameters() -> None:
         assert layer(x).grad_fn.next_functions[0] == before
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).grad_fn.next_functions[0] != before
+
+
+class Faked(nn.Module):
+    """As a layer that torch.compile compiles in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with FakeTensorMode():
+            torch.empty(1).add(1)
+        return self.linear(x)
+
+
+def test_layers_are_compiled_after_the_threads_of_another_pipeline_have_ended() -> None:
+    """torch's CUDA build, without a GPU: torch 2.11 crashes if the guard has gone with the first thread."""
+
+    def compile_in_threads() -> None:
+        for _ in range(5):
+            step("1f1b", 2, "python", [Faked() for _ in range(2)])
+            kept.append([bytearray(8) for _ in range(1000)])  # in the freed memory
+
+    kept: list[Any] = []
+    assert in_child(compile_in_threads) == 0

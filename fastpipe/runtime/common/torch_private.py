@@ -236,6 +236,16 @@ def check_shared_modes() -> None:
         )
 
 
+def keep_fake_guard() -> None:
+    """Without a GPU, let this thread own what FakeTensorMode (of torch.compile) registers as the guard of CUDA devices.
+
+    In torch 2.11 it belongs to the first thread that enters the mode, and its use after the end of that thread, such as
+    a rank's, crashes the process.
+    """
+    if torch.version.cuda is not None and torch.cuda.device_count() == 0:
+        getattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)()
+
+
 @contextlib.contextmanager
 def noted_in_thread(key: str, value: Any) -> Iterator[None]:
     """Note an object for this thread, and for the engine's threads that run backwards for it."""
@@ -725,6 +735,7 @@ PRIVATE = (
     Private("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype", "the bits of torch's norms", _NORM),
     Private("torch", "_foreach_norm", "the bits of torch's norms", _NORM),
     Private("torch._subclasses.fake_tensor", "FakeTensorMode", "FLOPs without computing", "cuts by FLOPs"),
+    Private("torch._C", "_ensureCUDADeviceGuardSet", "its lifetime", "compiled layers of torch 2.11 without a GPU"),
     Private("torch._C", "_current_graph_task_id", "which backward a thread runs", "add_loss"),
     Private(_reentrant_node, "_forward_cls", "the nodes of Python's functions", "random numbers"),
     Private("torch._C._autograd", "_get_sequence_nr", "nodes created by a recompute", "random numbers of stages"),

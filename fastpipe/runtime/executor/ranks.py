@@ -260,6 +260,8 @@ class LocalRanks:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(len(self.stages), "fastpipe-rank") if len(self.stages) > 1 else None
+        if self._pool is not None:
+            torch_private.keep_fake_guard()
 
     def has(self, program: Program) -> bool:
         """Whether a program is prepared."""
