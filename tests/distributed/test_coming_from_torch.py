@@ -24,6 +24,9 @@ from tests.scripts import run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs/coming-from-torch.md").read_text()
+AS_THE_PAGE_SAYS = pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="the page is about torch 2.13; of 2.11 the schedules in V hang over Gloo"
+)
 SCRIPTS = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -136,6 +139,7 @@ def test_a_weight_of_stages_built_of_a_traced_model_is_tied(declared: bool) -> N
     torch.testing.assert_close(scale, (model.scale - 0.1 * model.scale.grad).detach())
 
 
+@AS_THE_PAGE_SAYS
 @on_ranks(2)
 def test_torch_runs_what_convert_writes(tmp_path: Path) -> None:
     """With the gradients of the mean, sharded stages in several steps included."""
@@ -184,6 +188,7 @@ def test_what_does_not_fit_is_refused() -> None:
             Pipeline(right, "interleaved_1f1b", 4, nn.functional.mse_loss, **options)
 
 
+@AS_THE_PAGE_SAYS
 @on_ranks(2)
 def test_what_the_page_says_of_torch_is_so() -> None:
     """And the same here."""
