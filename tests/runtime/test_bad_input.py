@@ -407,6 +407,16 @@ STEPS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any], str]] = {
         lambda p: p.step(X, target=Y, gather_outputs="no"),  # type: ignore[arg-type]
         "gather_outputs is a str: it is whether every rank gets the outputs, a bool",
     ),
+    "a tensor as a flag": (
+        {},
+        lambda p: p.step(X, target=Y, gather_outputs=Y),  # type: ignore[arg-type]
+        "gather_outputs is a Tensor: it is whether every rank gets the outputs, a bool",
+    ),
+    "what a loss_fn would take": (
+        {},
+        lambda p: p.step(X, target=Y, labels=Y),
+        "labels: no stage's forward takes .* loss_fn=layers.loss_fn",
+    ),
     "no number": (
         {},
         lambda p: p.eval_step(X, num_microbatches=2.0),  # type: ignore[arg-type]

@@ -23,7 +23,8 @@ def call_text(request: Request) -> str:
     """Text that must be the same on every rank."""
     names = ", ".join(["", *sorted(request.kwargs)])
     call = "step" if request.training else "eval_step, or a step without a loss,"
-    more = (", gather_outputs" if request.gathers_outputs else "") + ("" if request.reduces else ", under no_sync")
+    more = "" if request.gathers_outputs is False else ", gather_outputs"
+    more += "" if request.reduces else ", under no_sync"
     more += ("" if request.traces is False else ", trace") + (
         "" if request.index is None else f", index={request.index}"
     )
@@ -160,7 +161,8 @@ def _check_pipeline(request: Request, replies: Sequence[Reply]) -> None:
         if name not in taken:
             raise ValueError(
                 f"{name}: no stage's forward takes this keyword argument; leave it out (values for loss_fn are "
-                "part of target=)"
+                "part of target=; of a model of transformers that was split, loss_fn=layers.loss_fn is the model's own "
+                "loss, of target=labels)"
             )
     check_given([reply["kwargs"] for reply in replies])
     for name in set.intersection(*(set(reply["unknown"]) for reply in replies)):

@@ -181,8 +181,6 @@ def _check_request(request: Request, batch: BatchArguments) -> None:
     """Refuse arguments that exclude each other, or are of the wrong kind."""
     if request.target is not None and request.output_grad is not None:
         raise ValueError("target and output_grad are both given: pass a target for loss_fn, or the outputs' gradients")
-    if request.gathers_outputs and not batch.keeps_outputs:
-        raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
     own: dict[str, tuple[Any, str]] = {
         "index": (request.index, "the number of the batch, an int"),
         "gather_outputs": (request.gathers_outputs, "whether every rank gets the outputs, a bool"),
@@ -194,6 +192,8 @@ def _check_request(request: Request, batch: BatchArguments) -> None:
                 f"{name} is a {type(value).__name__}: it is {what}, and no layer gets it; rename an argument of a "
                 "layer that has this name"
             )
+    if request.gathers_outputs and not batch.keeps_outputs:
+        raise ValueError("gather_outputs: merge=False keeps no outputs; leave one of them out")
 
 
 def take_inputs(request: Request, batch: BatchArguments, stages: Sequence[Stage]) -> Inputs:

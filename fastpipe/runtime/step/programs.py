@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -157,14 +158,14 @@ def forwards_of(schedule: Schedule, num_microbatches: int) -> Schedule:
     A forward depends only on forwards of its own microbatch, so the remaining order can be executed.
     """
     placement = schedule.placement
-    left: list[list[int]] = [[] for _ in placement.routes]
+    left: list[deque[int]] = [deque() for _ in placement.routes]
     for i in range(num_microbatches):
         left[placement.route_of(i, num_microbatches)].append(i)
     numbers: dict[int, int] = {}
     for i in range(schedule.num_microbatches):
         line = left[placement.route_of(i, schedule.num_microbatches)]
         if line:
-            numbers[i] = line.pop(0)
+            numbers[i] = line.popleft()
     if any(left):
         raise ValueError(
             f"num_microbatches = {num_microbatches}: a schedule for {schedule.num_microbatches} has fewer on a route"
