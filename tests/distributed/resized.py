@@ -32,7 +32,9 @@ def main(folder: Path, until: int) -> None:
     schedule: fastpipe.Schedule | str = "1f1b"
     partition: Sequence[int] | str = "layers"
     if planned := profile.exists():
-        plan = fastpipe.plan(profile, num_ranks=num_ranks, num_microbatches=MICROBATCHES, effort=0.01)
+        plan = fastpipe.plan(
+            profile, num_ranks=num_ranks, num_microbatches=MICROBATCHES, max_stages_per_rank=1, effort=0.01
+        )
         schedule, partition = plan.schedule, plan.partition
     pipe = fastpipe.Pipeline(layers, schedule, MICROBATCHES, nn.functional.mse_loss, partition=partition)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
